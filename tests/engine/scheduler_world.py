@@ -29,9 +29,11 @@ from paceline.core.model.config import CacheKind, RowPart, kv_parts
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import (
     FinishCode,
+    GivenDrafts,
     JoinDelta,
     OverlayDelta,
     PageDelta,
+    RowDrafts,
     RowLogprobs,
     Step,
     StepOutputs,
@@ -279,10 +281,8 @@ class FakeDevice:
                 self._check_visible(row, 1 if step.is_round else extend, touched)
         before = [0 if row is None else row.kv_len for row in live]
         results = [
-            ((), FinishCode.RUNNING) if row is None else self._advance(row, extend, emits, step)
-            for row, extend, emits in zip(
-                live, step.layout.extend_lens, step.layout.emits, strict=True
-            )
+            ((), FinishCode.RUNNING) if row is None else self._advance(row, index, step)
+            for index, row in enumerate(live)
         ]
         lens = [
             0 if row is None else self._write_states(row, had, step.epoch, touched)
@@ -357,14 +357,16 @@ class FakeDevice:
         assert step.mask is self._shape.mask
         assert row.kv_len + 1 == len(row.tokens), "a round begins with the newest token"
 
-    def _advance(
-        self, row: Row, extend: int, emits: bool, step: Step
-    ) -> tuple[tuple[int, ...], FinishCode]:
-        """Emit what the row emits; the drafter observes it."""
-        before, wanted = row.kv_len, int(emits)
-        if step.is_round and row.params.speculative:
-            wanted = 1 + num_accepted(row.histories[-1], self._shape)
+    def _advance(self, row: Row, index: int, step: Step) -> tuple[tuple[int, ...], FinishCode]:
+        """Emit what the row at `index` emits; the drafter observes it."""
+        extend, given = step.layout.extend_lens[index], {each.index: each for each in step.given}
+        before, wanted = row.kv_len, int(step.layout.emits[index])
         tokens, code = [], FinishCode.RUNNING
+        if index in given:
+            tokens, code = self._verify(row, given[index], step)
+            wanted = 0
+        elif step.is_round and row.params.speculative:
+            wanted = 1 + num_accepted(row.histories[-1], self._shape)
         while len(tokens) < wanted and not row.frozen:
             token, code = self._emit(row)
             tokens += [] if token is None else [token]
@@ -375,6 +377,24 @@ class FakeDevice:
                 page = row.tables[group][index]
                 self._kv[group][page, slot] = (row.value(position, spec), row.serial)
         return tuple(tokens), code
+
+    def _verify(self, row: Row, given: GivenDrafts, step: Step) -> tuple[list[int], FinishCode]:
+        """Emit along the drafts that the host gave, each token under the mask of its own place."""
+        drafts = RowDrafts(token_ids=given.token_ids, parents=given.parents)
+        masks = {mask.row: mask.words for mask in step.masks or ()}
+        rows = step.layout.extend_lens[given.index]
+        assert len(given.token_ids) < rows, "more drafts than rows"
+        at: int | None = -1
+        tokens, code = [], FinishCode.RUNNING
+        while at is not None and not row.frozen:
+            words = masks[given.index * rows + at + 1]
+            token, code = self._emit(row)
+            if token is None:
+                break
+            assert words[token // 8] >> token % 8 & 1, f"{token} is said against its mask"
+            tokens.append(token)
+            at = drafts.child(at, token)
+        return tokens, code
 
     def _score(self, step: Step, live: list[Row | None]) -> dict[int, tuple[RowLogprobs, ...]]:
         """The score of a prompt token is its id."""

@@ -1,13 +1,20 @@
 """The scheduler's decisions with a drafter, one at a time, around the fake device."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scheduler_world import output_ids
 from test_scheduler import Loop, anything, extends
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError
 from paceline.core.modes import MaskKind
-from paceline.core.step import Step
+from paceline.core.step import GivenDrafts, Step
+from paceline.engine.grammar import Constraint
 from paceline.engine.request import FinishReason, HostNeed, RequestState
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.step_plan import StepPlan
@@ -273,7 +280,7 @@ def test_who_stops_drafting_decodes_plainly_from_the_next_step_on() -> None:
     assert output_ids(loop.requests["a"]) == tuple(loop.expected("a"))
 
 
-def test_who_has_a_grammar_takes_no_drafts_and_its_mask_is_its_roots() -> None:
+def test_who_has_a_grammar_takes_no_drafts_that_the_host_does_not_know() -> None:
     loop = drafting()
     loop.add("a", 5, LONG)
     bound = loop.add("b", 5, LONG, constraint=anything())
@@ -281,12 +288,95 @@ def test_who_has_a_grammar_takes_no_drafts_and_its_mask_is_its_roots() -> None:
     assert rounds
     for step in rounds:
         roots = [index * CHAIN.num_draft_tokens for index in range(len(step.layout.rows))]
-        assert [mask.row for mask in step.masks or ()] == [roots[step.layout.rows.index(2)]]
+        index = step.layout.rows.index(2)
+        assert [mask.row for mask in step.masks or ()] == [roots[index]]
+        assert step.given == (GivenDrafts(index, (), ()),)
+        assert step.tells_drafts == (index,)
     assert bound.acceptance.rounds == 0
     assert bound.acceptance.fallbacks == {HostNeed.GRAMMAR.value}
     assert loop.requests["a"].acceptance.rounds > 0
     for name in "ab":
         assert output_ids(loop.requests[name]) == tuple(loop.expected(name))
+
+
+@dataclass
+class Script:
+    """A grammar that leaves no choice but at every third token, where it takes any."""
+
+    tokens: Sequence[int]
+    at: int = 0
+
+    is_done = False
+
+    def fork(self) -> Self:
+        return type(self)(self.tokens, self.at)
+
+    def fill(self, words: NDArray[np.int32]) -> None:
+        if self.at % 3 == 2:
+            words[:] = -1
+        else:
+            token = self.tokens[self.at]
+            words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+    def accept(self, token: int) -> None:
+        assert token == self.tokens[self.at]
+        self.at += 1
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_what_a_grammar_forces_is_given_to_a_round_with_masks_along_it(shape: DraftShape) -> None:
+    plain = Loop()
+    plain.add("b", 5, 20)
+    plain.run()
+    script = Script(plain.expected("b"))
+    loop = drafting(shape)
+    loop.add("a", 5, 20)
+    bound = loop.add(
+        "b", 5, 20, constraint=Constraint(script, vocab_size=64, stop_ids=(), min_tokens=0)
+    )
+    rounds = [step for step in loop.run() if step.is_round and step.masks is not None]
+    for step in rounds:
+        [given] = step.given
+        first = given.index * shape.num_draft_tokens
+        places = range(first, first + 1 + len(given.token_ids))
+        assert [mask.row for mask in step.masks or ()] == list(places)
+        assert step.tells_drafts == (() if given.token_ids else (given.index,))
+    assert bound.acceptance.forced == sum(bound.acceptance.accepted) > 6
+    assert loop.requests["a"].acceptance.forced == 0
+    for name in "ab":
+        assert output_ids(loop.requests[name]) == tuple(loop.expected(name))
+
+
+def test_a_round_gives_no_more_drafts_than_it_has_masks_for() -> None:
+    plain = Loop()
+    for name in "abcd":
+        plain.add(name, 5, 20)
+    plain.run()
+    loop = drafting()
+    for name in "abcd":
+        script = Script(plain.expected(name))
+        kept = Constraint(script, vocab_size=64, stop_ids=(), min_tokens=0)
+        loop.add(name, 5, 20, constraint=kept)
+    steps = loop.run()
+    most = max(len(step.masks or ()) for step in steps)
+    assert most == 4 + CHAIN.num_draft_tokens - 1
+    for name in "abcd":
+        assert output_ids(loop.requests[name]) == tuple(loop.expected(name))
+
+
+@pytest.mark.parametrize("option", ["a request's", "the engine's"])
+def test_who_drafts_no_more_is_given_nothing(option: str) -> None:
+    plain = Loop()
+    plain.add("b", 5, 12)
+    plain.run()
+    kept = Constraint(Script(plain.expected("b")), vocab_size=64, stop_ids=(), min_tokens=0)
+    loop = drafting()
+    if option == "the engine's":
+        loop.scheduler.limit_drafting(0)
+    bound = loop.add("b", 5, 12, constraint=kept, speculative=option == "the engine's")
+    assert not [step for step in loop.run() if step.is_round]
+    assert bound.acceptance.forced == 0
+    assert output_ids(bound) == tuple(loop.expected("b"))
 
 
 def test_drafts_of_the_host_wait_for_the_last_token() -> None:

@@ -120,6 +120,15 @@ class TokenMask:
     words: bytes  # int32 [ceil(vocab / 32)]  bit t % 32 of word t // 32: token t
 
 
+@dataclass(frozen=True, slots=True)
+class GivenDrafts:
+    """The drafts of one row of a round, which the host names in place of its proposer."""
+
+    index: int  # of the step's rows
+    token_ids: tuple[int, ...]  # [num_drafts] fewer than the round has rows of a request
+    parents: tuple[int, ...]  # [num_drafts] as RowDrafts has them
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
     """Which rows a step holds and how many tokens each brings; equal layouts need no staging."""
@@ -168,11 +177,12 @@ class Step:
     deltas: tuple[Delta, ...]  # applied to the request table before this step, in order
     prompt_spans: tuple[PromptSpan, ...] = ()  # in the order of the rows, at most one each
     observed: bool = True  # by the drafter, where there is one; False: no row drafts again
-    tells_drafts: bool = False  # of a round: some row asked what was drafted for it
+    tells_drafts: tuple[int, ...] = ()  # of a round: rows of which the host asks what was drafted
     shares_prefix: bool = False  # a decode in which many rows may read the same pages of a prefix
     # Of rows that may not take every token, in their order.  None: every row may, and the step's
     # program knows of no masks.
     masks: tuple[TokenMask, ...] | None = None
+    given: tuple[GivenDrafts, ...] = ()  # of a round: one of each row that has masks, in order
     has_overlay: bool = False  # some token takes its input row from the overlay
     ends: frozenset[End] = GENERATES  # of its requests: what the step's program ends in
 
@@ -284,15 +294,54 @@ class RowDrafts:
         """The drafts that a round took which emitted these tokens; siblings differ in token."""
         path, at = [], -1
         for token in emitted[:-1]:
-            at = next(
-                index
-                for index, (draft, parent) in enumerate(
-                    zip(self.token_ids, self.parents, strict=True)
-                )
-                if parent == at and draft == token
-            )
+            child = self.child(at, token)
+            assert child is not None, f"a round emitted {emitted}, which {self} does not have"
+            at = child
             path.append(at)
         return tuple(path)
+
+    def children(self, above: int) -> tuple[int, ...]:
+        """The drafts that hang on draft `above`; on the root: -1."""
+        return tuple([index for index, parent in enumerate(self.parents) if parent == above])
+
+    def child(self, above: int, token: int) -> int | None:
+        """That of them which is `token`."""
+        return next((i for i in self.children(above) if self.token_ids[i] == token), None)
+
+    def below(self, said: Sequence[int]) -> "RowDrafts":
+        """What hangs below these tokens, with the last of them as the root; nothing where they
+        leave the tree."""
+        at = -1
+        for token in said:
+            child = self.child(at, token)
+            if child is None:
+                return NO_ROW_DRAFTS
+            at = child
+        places = {at: -1}
+        kept = [at]
+        for index, parent in enumerate(self.parents):
+            if parent in places and index != at:
+                places[index] = len(places) - 1
+                kept.append(index)
+        return RowDrafts(
+            token_ids=tuple([self.token_ids[index] for index in kept[1:]]),
+            parents=tuple([places[self.parents[index]] for index in kept[1:]]),
+        )
+
+    def first(self, count: int) -> "RowDrafts":
+        """The first so many of them."""
+        return RowDrafts(token_ids=self.token_ids[:count], parents=self.parents[:count])
+
+    @property
+    def depth(self) -> int:
+        """Drafts on the longest path."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
+
+
+NO_ROW_DRAFTS = RowDrafts(token_ids=(), parents=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +356,7 @@ class StepOutputs:
     prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(
         default_factory=dict
     )  # row of the step -> [length of its span], when the step asked for them
-    drafts: tuple[RowDrafts, ...] | None = None  # [num_reqs] of a round, when the step asked
+    drafts: Mapping[int, RowDrafts] = field(default_factory=dict)  # of the rows that were asked of
     # [num_reqs] tokens that the row's checkpoint slots stand for since this step; 0: it used none.
     # None: the model keeps no states
     state_lens: tuple[int, ...] | None = None

@@ -26,15 +26,17 @@ class Acceptance:
     rounds: int = 0
     drafted: int = 0  # drafts verified
     accepted: list[int] = field(default_factory=list)  # [num_steps] rounds that took i + 1 drafts
+    forced: int = 0  # of the accepted drafts, those that a grammar left no choice about
     fallbacks: set[str] = field(default_factory=set)  # reason codes: why steps waited for the host
 
-    def note(self, *, drafted: int, emitted: int, num_steps: int) -> None:
+    def note(self, *, drafted: int, emitted: int, num_steps: int, forced: int = 0) -> None:
         """Count one round; one that emitted nothing failed, and verified nothing."""
         if not emitted:
             return
         self._widen(num_steps)
         self.rounds += 1
         self.drafted += drafted
+        self.forced += forced
         for depth in range(emitted - 1):
             self.accepted[depth] += 1
 
@@ -46,6 +48,7 @@ class Acceptance:
             found._widen(len(part.accepted))
             found.rounds += part.rounds
             found.drafted += part.drafted
+            found.forced += part.forced
             found.fallbacks |= part.fallbacks
             for depth, count in enumerate(part.accepted):
                 found.accepted[depth] += count

@@ -86,7 +86,7 @@ class Request:
     end: End = End.GENERATE
     pooled: PooledRows | None = None  # its vector, where that is its end
     leader: "Request | None" = None  # the first completion, which computes the prompt for all
-    constraint: Constraint | None = None  # by a grammar; such a request does not draft
+    constraint: Constraint | None = None  # by a grammar, which must know its drafts
     host_needs: frozenset[HostNeed] = frozenset()
     arrival: int = 0  # order of arrival
     state: RequestState = RequestState.WAITING
@@ -135,8 +135,8 @@ class Request:
         Keys are turned by their positions, and are made of what an encoder saw, so it shares pages
         with requests of the same alone.
         """
-        if constraint is not None:  # who masks its drafts would have to know them
-            params = replace(params, speculative=False, structured_outputs=None)
+        if constraint is not None:  # it has the grammar
+            params = replace(params, structured_outputs=None)
         num_prompt = len(prompt_ids)
         if positions is not None:
             keys = replace(keys, salt=(keys.salt, positions))

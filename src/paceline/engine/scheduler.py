@@ -20,7 +20,15 @@ from paceline.cache.overlay_slots import OverlaySlots
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import IntegrityError, RequestError
 from paceline.core.modes import End
-from paceline.core.step import Delta, FinishCode, RowDrafts, RowLogprobs, Step, StepOutputs
+from paceline.core.step import (
+    NO_ROW_DRAFTS,
+    Delta,
+    FinishCode,
+    RowDrafts,
+    RowLogprobs,
+    Step,
+    StepOutputs,
+)
 from paceline.engine.ends import PooledRows
 from paceline.engine.never_fits import require_fits
 from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
@@ -205,6 +213,13 @@ class Scheduler:
         plan.observed = all(request.is_followed for request in ready)
         if is_allowed and plan.observed and any(r.params.speculative for r in ready):
             plan.draft = self._config.draft
+            if self._roster.num_needy:
+                roots = sum(r.constraint is not None for r in ready)
+                plan.spare_masks = self._config.max_masks - roots
+
+    def _may_draft(self) -> bool:
+        """Whether the next step may be a round, with as many requests as run now."""
+        return self._max_drafting is None or self.num_running <= self._max_drafting
 
     def _stop_following(self, requests: Sequence[Request]) -> None:
         """The drafter follows them no further: they draft no more, and what it lacks of them
@@ -374,8 +389,12 @@ class Scheduler:
         if is_running:
             request.kv_known = request.num_known - 1 if row.emits else row.kv_len
         if has_drafts:
+            constraint = request.constraint
             request.acceptance.note(
-                drafted=row.extend_len - 1, emitted=len(tokens), num_steps=row.most - 1
+                drafted=row.extend_len - 1 if constraint is None else row.num_given,
+                emitted=len(tokens),
+                num_steps=row.most - 1,
+                forced=0 if constraint is None else constraint.num_forced(tokens),
             )
         code, reason = outputs.finish[index], None
         if code is not FinishCode.RUNNING:
@@ -388,8 +407,11 @@ class Scheduler:
                 name, request.token_ids, kv_len, epoch=outputs.epoch, state_len=state_len
             )
             self._cache.advance_window(name, kv_len, epoch=outputs.epoch)
-        if request.constraint is not None and tokens and reason is None:
-            reason = self._follow(request, tokens)
+        drafts = outputs.drafts.get(index)
+        if request.constraint is not None:
+            told, drafts = drafts, request.constraint.drafts.first(row.num_given)
+            if tokens and reason is None:
+                reason = self._follow(request, tokens, told or NO_ROW_DRAFTS)
         prompt_logprobs = outputs.prompt_logprobs.get(index, ())
         request.num_scored += len(prompt_logprobs)
         if is_running and request.end is not End.GENERATE:
@@ -400,7 +422,7 @@ class Scheduler:
         if tokens and request.params.logprobs is not None and outputs.logprobs is not None:
             logprobs = outputs.logprobs[index]
         drafted = max(0, len(tokens) - 1) if has_drafts else 0
-        drafts = outputs.drafts[index] if has_drafts and outputs.drafts is not None else None
+        drafts = drafts if has_drafts else None
         return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs, drafted, drafts)
 
     def _conclude(self, row: PlannedRow, outputs: StepOutputs, index: int) -> FinishReason | None:
@@ -423,17 +445,22 @@ class Scheduler:
             self._finish(request, reason)
         return reason
 
-    def _follow(self, request: Request, tokens: tuple[int, ...]) -> FinishReason | None:
-        """A grammar hears what was said; why its request ends there, if it does."""
+    def _follow(
+        self, request: Request, tokens: tuple[int, ...], told: RowDrafts
+    ) -> FinishReason | None:
+        """A grammar hears what was said, and looks ahead: to what it forces, and along what a
+        drafter would have said there.  Why its request ends there, if it does."""
         assert request.constraint is not None, f"{request.request_id} has no grammar"
         try:
-            for token in tokens:
-                request.constraint.accept(token)
+            request.constraint.accept(tokens)
         except RequestError as error:
             request.error = str(error)
             self._finish(request, FinishReason.ERROR)
             return FinishReason.ERROR
         if not request.constraint.is_done:
+            drafts = request.params.speculative and request.is_followed
+            shape = self._config.draft if drafts and self._may_draft() else NO_DRAFTS
+            request.constraint.foresee(told.below(tokens), shape)
             return None
         self._finish(request, FinishReason.STOP)
         return FinishReason.STOP

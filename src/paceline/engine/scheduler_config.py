@@ -33,6 +33,11 @@ class SchedulerConfig:
         return self.mix_prefill_and_decode and not self.draft.has_drafts
 
     @property
+    def max_masks(self) -> int:
+        """Masks of a step: of each request one, and of one the drafts too."""
+        return self.max_running + self.draft.num_draft_tokens - 1
+
+    @property
     def max_block(self) -> int:
         """Tokens of a block at most: a step must hold it, whoever decodes beside."""
         beside = self.max_running - 1 if self.is_mixed else 0

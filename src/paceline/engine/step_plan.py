@@ -12,6 +12,7 @@ from paceline.core.request.input_rows import InputRows
 from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import (
     Delta,
+    GivenDrafts,
     JoinDelta,
     OverlayDelta,
     PageDelta,
@@ -34,6 +35,7 @@ class PlannedRow(NamedTuple):
     emits: bool  # the last known token is in the step, so the row samples the next one
     least: int  # tokens it adds to the KV, if the row still runs
     most: int  # more than the least of a row whose drafts are verified
+    num_given: int = 0  # first drafts of its constraint that are verified
 
     @property
     def kv_len(self) -> int:
@@ -140,16 +142,21 @@ class StepPlan:
     is_stalled: bool = False  # a running request waits for pages: admit nobody
     draft: DraftShape = NO_DRAFTS  # with drafts the step is a round
     observed: bool = True  # False: no row of it drafts again
+    spare_masks: int = 0  # of a round: masks that drafts may have
 
     def add(self, request: Request, extend_len: int, deltas: tuple[Delta, ...]) -> None:
         """Give a running request its place in the step: behind all others."""
-        least = most = extend_len
+        least, most, num_given = extend_len, extend_len, 0
         if self.draft.has_drafts:
             least, most = 1, self.draft.max_path if request.params.speculative else 1
+            if request.constraint is not None:
+                drafts = request.constraint.drafts.first(self.spare_masks)
+                most, num_given = 1 + drafts.depth, len(drafts.token_ids)
+                self.spare_masks -= num_given
         prefix_len, is_prefill = request.kv_bound, request.is_prefilling
         emits = prefix_len + extend_len >= request.join_len and request.end is End.GENERATE
         self.rows[request] = PlannedRow(
-            request, prefix_len, extend_len, deltas, is_prefill, emits, least, most
+            request, prefix_len, extend_len, deltas, is_prefill, emits, least, most, num_given
         )
         self.budget -= extend_len
 
@@ -164,6 +171,7 @@ class StepPlan:
         row = self.rows.pop(request, None)
         if row is not None:
             self.budget += row.extend_len
+            self.spare_masks += row.num_given
 
     def end_on_size(self, padded: tuple[int, ...], *, is_last: bool) -> None:
         """Leave to the next step what would pad this one, the tokens of its last prompts first.
@@ -212,24 +220,45 @@ class StepPlan:
             deltas=tuple([delta for row in rows for delta in row.deltas]),
             prompt_spans=tuple(self._prompt_spans()),
             observed=self.observed,
-            tells_drafts=draft.has_drafts
-            and any(request.params.trace_tokens for request in emitting),
+            tells_drafts=self._asked() if draft.has_drafts else (),
             shares_prefix=is_crowded and is_decode and not draft.has_drafts,
             masks=None if self.is_free else self._masks(),
+            given=() if self.is_free or not draft.has_drafts else self._given(),
             has_overlay=has_prefill
             and any(row.request.input_rows and row.reads_overlay for row in rows),
             ends=frozenset([row.request.end for row in rows]) if has_prefill else GENERATES,
         )
 
     def _masks(self) -> tuple[TokenMask, ...] | None:
-        """Of a round at the roots: who has a grammar takes no drafts.  None: no row has one."""
+        """Of a round at the roots, and behind each draft that is given.  None: no row has one."""
         sampled = self.draft.num_draft_tokens
         masks = tuple(
-            TokenMask(index * sampled, row.request.constraint.words)
+            TokenMask(index * sampled + place, words)
             for index, row in enumerate(self.rows.values())
             if row.emits and row.request.constraint is not None
+            for place, words in enumerate(row.request.constraint.path_words(row.num_given))
         )
         return masks or None
+
+    def _given(self) -> tuple[GivenDrafts, ...]:
+        """Who has a grammar takes no drafts but those whose masks the step has, or none."""
+        return tuple(
+            GivenDrafts(index, drafts.token_ids, drafts.parents)
+            for index, row in enumerate(self.rows.values())
+            if row.request.constraint is not None
+            for drafts in [row.request.constraint.drafts.first(row.num_given)]
+        )
+
+    def _asked(self) -> tuple[int, ...]:
+        """Rows whose drafts the host wants to know: for who reads them, and where none were given:
+        what of these lies behind its next token may be given to the round after."""
+        return tuple(
+            index
+            for index, row in enumerate(self.rows.values())
+            if row.request.params.trace_tokens
+            or (row.request.constraint is not None and row.request.params.speculative)
+            if not row.num_given
+        )
 
     def _prompt_spans(self) -> Iterator[PromptSpan]:
         first_token = 0  # of the row, in the step

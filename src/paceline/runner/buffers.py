@@ -16,9 +16,10 @@ from paceline.attention.held import tensors_in
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.request.sampling_params import MAX_LOGPROBS
-from paceline.core.step import StepLayout, TokenMask, padded_parents
+from paceline.core.step import GivenDrafts, StepLayout, TokenMask, padded_parents
 from paceline.kernels.mask_tokens import NO_MASK, Masks, num_words
 from paceline.kernels.step_view import GroupView, StepView
+from paceline.runner.draft_paths import PROPOSED, GivenRows
 from paceline.runner.extents import EXTENTS, Extent, PaddedSize, StepUse
 from paceline.runner.staging import Copy, StagingSlot
 
@@ -61,8 +62,10 @@ class StepBuffers:
         tokens that were not hold anything
     mask_ids:  [max_reqs * rows of a request that are sampled at most]  int32  staged by fill_masks:
         the row of mask_words with a sampled row's mask, NO_MASK: it may take every token
-    mask_words:  [max_reqs, ceil(vocab / 32)]  int32  staged likewise, as kernels/mask_tokens.py has
-        them; one for each request at most, in the order of the step
+    mask_words:  [max_reqs + rows of a request - 1, ceil(vocab / 32)]  int32  staged likewise, as
+        kernels/mask_tokens.py has them; in the order of the step
+    given_ids, given_parents:  [max_reqs * rows of a request]  int32  staged by fill_given, of a
+        round with masks, as GivenRows has them; zero-sized without drafts, parents without trees
     """
 
     def __init__(
@@ -136,8 +139,11 @@ class StepBuffers:
         self.chosen_logprobs = torch.zeros(emitted, device=device)
         self.top_ids = longs(emitted, MAX_LOGPROBS)
         self.top_logprobs = torch.zeros(emitted, MAX_LOGPROBS, device=device)
-        self.mask_ids = ints(own_reqs * max(max_tree_rows, max_path))
-        self.mask_words = ints(own_reqs, num_words(vocab_size))
+        rows = max(max_tree_rows, max_path)  # of a request that are sampled
+        self.mask_ids = ints(own_reqs * rows)
+        self.mask_words = ints(own_reqs + rows - 1 if own_reqs else 0, num_words(vocab_size))
+        self.given_ids = ints(own_reqs * rows if rows > 1 else 0)
+        self.given_parents = ints(own_reqs * own_tree_rows)
 
     def holds(self, layout: StepLayout, size: PaddedSize) -> bool:
         """Whether `facts` already says exactly this, so that nothing need be staged."""
@@ -174,6 +180,30 @@ class StepBuffers:
             (self.mask_words[: len(masks)], slot.put(words)),
         ]
 
+    def fill_given(
+        self, given: Sequence[GivenDrafts], size: PaddedSize, slot: StagingSlot, *, has_tree: bool
+    ) -> list[Copy]:
+        """Stage which drafts the rows of a round with masks have; returns the copies, as `fill`."""
+        shape = (size.reqs, size.max_extend_len)
+        ids, parents = np.full(shape, PROPOSED, np.int32), np.full(shape, -1, np.int32)
+        for each in given:
+            end = 1 + len(each.token_ids)
+            ids[each.index, 0] = len(each.token_ids)
+            ids[each.index, 1:end] = each.token_ids
+            parents[each.index, 1:end] = [parent + 1 for parent in each.parents]
+        copies = [(self.given_ids[: ids.size], slot.put(ids.reshape(-1)))]
+        if has_tree:
+            copies.append((self.given_parents[: ids.size], slot.put(parents.reshape(-1))))
+        return copies
+
+    def given(self, view: StepView) -> GivenRows:
+        """Of a round with masks."""
+        shape = (view.padded_reqs, view.max_extend_len)
+        ids = self.given_ids[: view.padded_tokens].view(shape)
+        if view.tree_mask is None:
+            return GivenRows(ids, None)
+        return GivenRows(ids, self.given_parents[: view.padded_tokens].view(shape))
+
     def masks(self, num_sampled: int) -> Masks:
         """Of a step that samples so many rows."""
         return Masks(self.mask_ids[:num_sampled], self.mask_words)
@@ -191,6 +221,7 @@ class StepBuffers:
         facts[:, 2].zero_()
         self.parents[: size.tokens].fill_(-1)
         self.mask_ids.fill_(NO_MASK)
+        self.given_ids.fill_(PROPOSED)
 
     def view(
         self,

@@ -343,15 +343,16 @@ def _staging_bytes(limits: RunnerConfig, parts: Parts) -> int:
     table, buffers = parts.table, parts.buffers
     page_rows = sum(pages[0].nbytes for pages in table.page_tables)
     sampling_row = table.sampling.floats[0].nbytes + table.sampling.ints[0].nbytes
-    masks = buffers.mask_words[0].nbytes + buffers.mask_ids.nbytes // limits.padded_reqs
     told = 0 if table.second_from is None else table.second_from[0].nbytes
-    per_row = told + page_rows + sampling_row + 4 * limits.tree_rows + masks + _PIECES * _ALIGNMENT
+    per_row = told + page_rows + sampling_row + 4 * limits.tree_rows + _PIECES * _ALIGNMENT
+    of_masks = (buffers.mask_words, buffers.mask_ids, buffers.given_ids, buffers.given_parents)
+    masks = sum(tensor.nbytes for tensor in of_masks)
     # One request may join beyond the limit, when it joins alone.
     tokens = max(limits.max_join_tokens, limits.context_len)
     if table.overlay is not None:  # of each its slot, and a piece for each row of media, at most
         tokens += min(tokens, limits.overlay_slots) * (1 + _ALIGNMENT // 4)
     per_token = 4 * (1 + limits.has_blocks) + (table.rope.given[0, 0].nbytes if table.rope else 0)
-    return per_token * tokens + limits.padded_reqs * per_row
+    return per_token * tokens + limits.padded_reqs * per_row + masks
 
 
 def _graph_store(limits: RunnerConfig, device: torch.device, notify: Notify) -> GraphStore | None:

@@ -6,15 +6,58 @@ Worked example: history [.. a], 7 tokens committed, tree tokens [a b c d], paren
     row of b   .. a b          row of d   .. a b d
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from paceline.kernels.commit import Drafts
 from paceline.kernels.edit_logits import NO_DRAFT
 from paceline.kernels.step_view import StepView
+from paceline.runner.proposer import DraftTree
 
+PROPOSED = -1  # of a request whose proposer drafts
 FORCED_BITS = 16  # a forced length is a multiple of 2**-16
 FORCED_SPREAD = 40503  # 2**16 over the golden ratio: requests are spread over a forced length
+
+
+class GivenRows(NamedTuple):
+    """Drafts that the host names for some requests of a round."""
+
+    ids: Tensor  # [padded_reqs, n]  int32  column 0: how many are accepted at most, PROPOSED: any
+    # number; behind it the drafts, PROPOSED: the proposer's
+    parents: Tensor | None  # [padded_reqs, n]  int32  of a request with such drafts, as Drafts has
+    # them; None: chains
+
+
+def given_tree(tree: DraftTree, given: GivenRows) -> DraftTree:
+    """`tree` with the drafts of the host where it names some.
+
+    Where it says how many are accepted, drafts have no q: they count where they are sampled again.
+    Device-only, static shapes, recordable; mutates nothing.
+    """
+    most, ids = given.ids[:, :1], given.ids[:, 1:]
+    drafts = torch.where(ids != PROPOSED, ids.long(), tree.tokens[:, 1:])
+    tokens = torch.cat((tree.tokens[:, :1], drafts), dim=1)
+    parents = tree.parents
+    if parents is not None:
+        assert given.parents is not None, "a round of trees is given trees"
+        parents = torch.where(most > 0, given.parents, parents)
+    q = tree.q
+    if q is not None:
+        q = q.masked_fill((most != PROPOSED).unsqueeze(2), float("nan"))
+    return DraftTree(tokens, parents, q, tree.d2t)
+
+
+def given_most(drafts: Drafts, given: GivenRows, view: StepView) -> Drafts:
+    """`drafts` of which no more are accepted than the host has given.
+
+    Device-only, static shapes, recordable; mutates nothing.
+    """
+    most = drafts.max_drafts.index_select(0, view.row_ids)
+    ours = given.ids[:, 0]
+    most = torch.where(ours != PROPOSED, ours.long(), most)
+    return drafts._replace(max_drafts=drafts.max_drafts.index_copy(0, view.row_ids, most))
 
 
 def node_drafts(view: StepView) -> Tensor:

@@ -22,6 +22,8 @@ class Extent(Enum):
     POOLED = "a request of a step that pools"
     SAMPLED = "a row that is sampled, of a step with masks"
     MASK = "a mask"
+    GIVEN = "a row of a round with masks"
+    GIVEN_TREE = "a row of a round of trees with masks"
 
 
 # By the field of StepBuffers: views, named_tensors and the sanitizer follow.
@@ -57,6 +59,8 @@ EXTENTS = {
     "top_logprobs": Extent.EMITTED,
     "mask_ids": Extent.SAMPLED,
     "mask_words": Extent.MASK,
+    "given_ids": Extent.GIVEN,
+    "given_parents": Extent.GIVEN_TREE,
 }
 
 
@@ -104,6 +108,7 @@ class StepUse:
     max_emitted: int  # tokens that a row emits at most
     num_sampled: int = 0  # rows that are sampled, of a step with masks
     num_masks: int = 0
+    is_round: bool = False
     has_overlay: bool = False
     sees_ahead: bool = False
     pools: bool = False
@@ -112,6 +117,7 @@ class StepUse:
         """The first so many."""
         size = self.size
         tree_tokens = size.tokens if self.has_tree else 0
+        given = self.num_sampled if self.is_round else 0
         return {
             Extent.CONSTANT: 0,
             Extent.REQUEST: size.reqs,
@@ -126,4 +132,6 @@ class StepUse:
             Extent.POOLED: size.reqs if self.pools else 0,
             Extent.SAMPLED: self.num_sampled,
             Extent.MASK: self.num_masks,
+            Extent.GIVEN: given,
+            Extent.GIVEN_TREE: given if self.has_tree else 0,
         }[extent]

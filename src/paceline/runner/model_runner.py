@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from paceline.core.modes import End
+from paceline.core.modes import End, MaskKind
 from paceline.core.progress import Progress
 from paceline.core.request.input_rows import EncoderInput
 from paceline.core.step import JoinDelta, RunKind, Step, StepRun, padded_step
@@ -121,6 +121,9 @@ class ModelRunner:
             copies += buffers.fill(step.layout, size, slot)
         if step.masks is not None:
             copies += buffers.fill_masks(step.masks, size.sampled(is_round=step.is_round), slot)
+            if step.is_round:
+                has_tree = step.mask is MaskKind.TREE
+                copies += buffers.fill_given(step.given, size, slot, has_tree=has_tree)
         if copies:
             self._stream.run(lambda: _execute(copies))
         for joining in [delta for delta in step.deltas if isinstance(delta, JoinDelta)]:

@@ -152,20 +152,23 @@ class LaunchedStep:
             token_ids=token_ids,
             finish=tuple([_FINISH_CODES[row[1]] for row in rows]),
             logprobs=self._logprobs(token_ids) if self.step.logprobs else None,
-            drafts=self._drafts() if self.step.tells_drafts else None,
+            drafts=self._drafts() if self.step.tells_drafts else {},
             state_lens=self._state_lens(),
             prompt_logprobs=self._prompt_logprobs() if self.step.prompt_spans else {},
             pooled=self._pooled() if End.POOL in self.step.ends else None,
         )
 
-    def _drafts(self) -> tuple[RowDrafts, ...]:
-        """[num_reqs]"""
+    def _drafts(self) -> dict[int, RowDrafts]:
+        """Of the rows that were asked of."""
         reqs, rows = self.step.layout.num_reqs, self.step.layout.extend_lens[0]
-        tokens = self._slot.draft_ids[: reqs * rows].view(reqs, rows).tolist()
-        if not self._slot.draft_parents.numel():
-            return tuple([RowDrafts.of(each, None) for each in tokens])
-        parents = self._slot.draft_parents[: reqs * rows].view(reqs, rows).tolist()
-        return tuple([RowDrafts.of(*each) for each in zip(tokens, parents, strict=True)])
+        tokens = self._slot.draft_ids[: reqs * rows].view(reqs, rows)
+        parents = None
+        if self._slot.draft_parents.numel():
+            parents = self._slot.draft_parents[: reqs * rows].view(reqs, rows).tolist()
+        return {
+            row: RowDrafts.of(tokens[row].tolist(), parents and parents[row])
+            for row in self.step.tells_drafts
+        }
 
     def _pooled(self) -> tuple[bytes, ...]:
         """[num_reqs] of [pooled_width] float32"""

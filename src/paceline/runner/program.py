@@ -31,7 +31,13 @@ from paceline.runner.buffers import StepBuffers
 from paceline.runner.commit import commit
 from paceline.runner.committers import Committer, StateMixer
 from paceline.runner.derive import derive
-from paceline.runner.draft_paths import force_drafts, node_drafts, node_histories
+from paceline.runner.draft_paths import (
+    force_drafts,
+    given_most,
+    given_tree,
+    node_drafts,
+    node_histories,
+)
 from paceline.runner.encoder import Encoder
 from paceline.runner.prompt_logprobs import prompt_logprobs
 from paceline.runner.proposer import NOBODY, DraftTree, Observed, Proposer, RoundState
@@ -204,6 +210,8 @@ class StepProgram:
                 draws=parts.rejects,
             )
         )
+        if self._masked:
+            tree = given_tree(tree, parts.buffers.given(view))
         view.input_ids.view(tree.tokens.shape).copy_(tree.tokens)
         if view.tree_mask is not None:
             assert tree.parents is not None, f"{parts.proposer.name} promised trees"
@@ -287,6 +295,8 @@ class StepProgram:
             return commit(parts.buffers, parts.table, view, sampled)
         max_path = parts.max_emitted(is_round=True)
         drafts = Drafts(tree.tokens, tree.parents, parts.table.sampling.max_drafts)
+        if self._masked:
+            drafts = given_most(drafts, parts.buffers.given(view), view)
         if parts.force_accept_len is not None:
             drafts, token_ids = force_drafts(
                 drafts, sampled.token_ids, view, length=parts.force_accept_len, max_path=max_path

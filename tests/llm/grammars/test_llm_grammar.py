@@ -328,7 +328,7 @@ def test_a_token_that_a_processor_brought_back_ends_its_request(checkpoint: Chec
 
     kept = Constraint(TURNS, vocab_size=VOCAB, stop_ids=(), min_tokens=0)
     with pytest.raises(RequestError, match="token 0 of a request with a grammar must be one that"):
-        kept.accept(99)
+        kept.accept([99])
 
 
 def test_a_real_tokenizer_says_digits_alone() -> None:

@@ -25,6 +25,7 @@ WORLD: dict[str, Any] = {
 }
 DRAFTERS: dict[str, dict[str, Any]] = {
     "chain": {"speculative_algorithm": "NGRAM"},
+    "branches": {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2},
     "tree": {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 3},
 }
 FORMS: list[dict[str, Any] | None] = [
@@ -90,8 +91,8 @@ def test_what_cannot_be_followed_is_refused_with_its_part(llm: LLM, name: str) -
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_with_drafts_beside_it_an_answer_is_the_same(llm: LLM, drafter: str) -> None:
-    """Alone, where each step is a round, and beside one that drafts."""
+def test_with_drafts_an_answer_is_the_same(llm: LLM, drafter: str) -> None:
+    """Alone and beside one without a form; what a schema forces is drafted and accepted."""
     wanted = [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=24, structured_outputs=form)
         for seed, form in enumerate(FORMS)
@@ -106,6 +107,11 @@ def test_with_drafts_beside_it_an_answer_is_the_same(llm: LLM, drafter: str) -> 
     assert [tokens_of(output) for output in beside] == plain
     assert [tokens_of(output) for output in alone] == plain[2::3]
     assert {output.metrics.fallbacks for output in alone} == {("grammar",)}
+    for output in beside:
+        accepted = sum(output.metrics.accepted_by_position)
+        assert output.metrics.drafted_tokens >= accepted >= output.metrics.forced_tokens
+    assert sum(output.metrics.forced_tokens for output in beside[2:]) > 10
+    assert beside[0].metrics.forced_tokens == 0
 
 
 def tokens_of(output: RequestOutput) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from paceline.core.modes import MaskKind
 from paceline.core.request.input_rows import EncoderInput, InputRows
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import (
+    GivenDrafts,
     JoinDelta,
     OverlayDelta,
     PageDelta,
@@ -53,7 +54,8 @@ EVERYTHING = Step(
     shares_prefix=True,
     masks=(TokenMask(0, bytes(range(256))),),
     has_overlay=True,
-    tells_drafts=True,
+    tells_drafts=(0,),
+    given=(GivenDrafts(0, (5, 7), (-1, 0)),),
 )
 
 

@@ -83,6 +83,7 @@ class RequestMetrics:
     # Speculation, of all completions: rounds that verified drafts of theirs; 0 where none did.
     rounds: int = 0
     drafted_tokens: int = 0  # drafts verified
+    forced_tokens: int = 0  # drafts accepted which a grammar left no choice about
     accepted_by_position: tuple[int, ...] = ()  # [num_steps] rounds that took i + 1 drafts
     tokens_per_round: float | None = None  # bonus tokens included, the first token (prefill's) not
     fallbacks: tuple[str, ...] = ()  # why steps waited for the host: HostNeed, "host_plan_sync"
@@ -116,6 +117,7 @@ class RequestMetrics:
             decode_tok_s=(output_tokens - 1) / decode_s if decode_s > 0 else None,
             rounds=acceptance.rounds,
             drafted_tokens=acceptance.drafted,
+            forced_tokens=acceptance.forced,
             accepted_by_position=tuple(acceptance.accepted),
             tokens_per_round=acceptance.mean_tokens_per_round,
             fallbacks=tuple(sorted(acceptance.fallbacks)),
@@ -133,7 +135,7 @@ class RequestMetrics:
         """The receipt and the counts that belong to it; None where it was not asked for."""
         if self.receipt is None:
             return None
-        counted = ("cached_tokens", "preemptions", "rounds", "drafted_tokens")
+        counted = ("cached_tokens", "preemptions", "rounds", "drafted_tokens", "forced_tokens")
         told = {name: getattr(self, name) for name in counted}
         lists = {name: list(getattr(self, name)) for name in ("accepted_by_position", "fallbacks")}
         found = asdict(self.receipt)
@@ -145,6 +147,7 @@ class RequestMetrics:
         return Acceptance(
             rounds=self.rounds,
             drafted=self.drafted_tokens,
+            forced=self.forced_tokens,
             accepted=list(self.accepted_by_position),
             fallbacks=set(self.fallbacks),
         )

@@ -53,7 +53,7 @@ def _is_staged(name: str, layout: StepLayout) -> bool:
     """Whether the host wrote what of it is in use."""
     if name == "step.parents":
         return layout.parents is not None
-    return name in ("step.facts", "step.mask_ids", "step.mask_words")
+    return name == "step.facts" or name.startswith(("step.mask_", "step.given_"))
 
 
 def backend_regions(named: Mapping[str, Tensor], kept: frozenset[str]) -> list[Region]:

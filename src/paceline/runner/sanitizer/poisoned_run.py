@@ -176,6 +176,7 @@ class PoisonedRuns:
             max_emitted=most,
             num_sampled=0 if masks is None else size.sampled(is_round=step.is_round),
             num_masks=len(masks or ()),
+            is_round=step.is_round,
             has_overlay=step.has_overlay,
             sees_ahead=step.mask is MaskKind.BLOCK,
             pools=End.POOL in step.ends,

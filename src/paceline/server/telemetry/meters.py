@@ -46,6 +46,7 @@ class Meters:
         self._preempted = count("preemptions", "Requests that had to give up their row.")
         self._drafted = count("draft_tokens", "Drafts that were verified.")
         self._accepted = count("accepted_draft_tokens", "Drafts that were accepted.")
+        self._forced = count("forced_draft_tokens", "Of these, those that a grammar forced.")
         self._queried = count("prefix_cache_queried_tokens", "Looked for in the prefix cache.")
         self._hits = count("prefix_cache_hit_tokens", "Found there.")
         self._running = gauge("requests_running", "Completions with a row.")
@@ -74,6 +75,7 @@ class Meters:
         self._preempted.inc(request.preemptions)
         self._drafted.inc(request.drafted_tokens)
         self._accepted.inc(sum(request.accepted_by_position))
+        self._forced.inc(request.forced_tokens)
 
     def page(self, look: Looked | None) -> bytes:
         """What Prometheus reads.  look: None where the engine does not answer."""
