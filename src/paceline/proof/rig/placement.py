@@ -44,6 +44,8 @@ def place(case: Case, index: int) -> BatchPlacement:
         first -= 1
     random = Random(f"{case.name} {case.seed} {first} rows")
     num_rows = 1 + SPARE_ROWS + max(case.captured_reqs, *(b.num_reqs for b in case.batches))
+    pages: tuple[tuple[tuple[int, ...], ...], ...]
+    pool_pages: tuple[int, ...]
     if case.both_ways:
         pages, pool_pages = (), ()  # nothing is cached
     elif case.state_every is None:

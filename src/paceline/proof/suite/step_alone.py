@@ -45,10 +45,10 @@ def both_ways_cases() -> tuple[Case, ...]:
     wide = replace(base_case(ForwardMode.EXTEND, 65), method="embed", both_ways=True)
     tiny = replace(base_case(ForwardMode.EXTEND, None, 5), method="embed", both_ways=True)
     tiny = replace(tiny, dtype="float16", is_quick=False)
-    dims = {"num_heads": 14, "head_dim": 128, "v_head_dim": 64}
+    wide = replace(wide, num_heads=14, head_dim=128, v_head_dim=64)
     return (
         _texts(base, "texts", ((3, 70, 31), (17, 5), (80, 20, 1))),
-        *full(_texts(replace(wide, **dims), "window65", ((150, 1), (64, 66), (160,)))),
+        *full(_texts(wide, "window65", ((150, 1), (64, 66), (160,)))),
         *interpreted(_texts(tiny, "tiny", ((9, 5, 1), (4, 2), (13, 1)))),
     )
 
