@@ -167,7 +167,7 @@ def test_labels_may_be_counted_alone(tmp_path: Path) -> None:
 
 def test_modules_beside_the_checkpoint_are_refused(tmp_path: Path) -> None:
     encoder = make_cross_encoder("bert", tmp_path)
-    kinds = [{"type": f"sentence_transformers.base.{kind}"} for kind in ("Transformer", "Dense")]
+    kinds = [{"type": f"sentence_transformers.base.{kind}"} for kind in ("Transformer", "Score")]
     (tmp_path / "modules.json").write_text(json.dumps(kinds))
     with pytest.raises(ModelError, match=r"modules\.json must be Transformer alone, of"):
         make_llm(encoder)
