@@ -202,6 +202,32 @@ def test_a_hub_model_is_a_downloaded_folder(
     assert ["pytorch_model.bin" in patterns for patterns in asked] == [False, False, True]
 
 
+def test_weights_of_dense_modules_are_downloaded_for_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in folders is left out else: other formats of the same weights."""
+    import huggingface_hub
+
+    asked: list[tuple[list[str], list[str]]] = []
+
+    def snapshot(model: str, **options: object) -> str:
+        asked.append((options["allow_patterns"], options["ignore_patterns"]))
+        folder = write_folder(tmp_path / model)
+        (folder / "2_Dense").mkdir(exist_ok=True)
+        (folder / "2_Dense" / "config.json").write_text("{}")
+        modules = '[{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "2_Dense"}]'
+        (folder / "modules.json").write_text(modules)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert locate("owner/name", weights=False).dense == {"2_Dense": {}}
+    assert locate("owner/name").dense == {"2_Dense": {}}
+    assert len(asked) == 3
+    assert "*_Dense/config.json" in asked[0][0]
+    assert "*/*.safetensors" in asked[1][1]
+    assert asked[2] == (["2_Dense/model.safetensors"], [])
+
+
 def test_finding_and_reading_a_model_imports_neither_torch_nor_the_hub_client() -> None:
     code = (
         "import sys\n"

@@ -1,5 +1,6 @@
 """PooledHead: what a classifier, or a vector's last modules, make of one pooled row."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,9 @@ from paceline.layers.layer_norm import LayerNorm
 from paceline.layers.weights.parameter import Placement, empty_parameter
 from paceline.layers.weights.weight_format import Named, wholly
 
-_ACTS = dict(zip(HEAD_ACTS, (F.gelu, F.relu, F.silu, torch.tanh), strict=True))
+_ACTS: dict[str, Callable[[Tensor], Tensor]] = dict(
+    zip(HEAD_ACTS, (F.gelu, F.relu, F.silu, torch.tanh), strict=True)
+)
 
 
 class PooledHead(nn.Module):
@@ -37,6 +40,7 @@ class PooledHead(nn.Module):
         """What a checkpoint fills."""
         named: Named = {}
         for stage in self.stages:
+            assert isinstance(stage, _Stage), "it is made of them"
             named |= stage.destinations()
         return named
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from embedders import Embedder, assert_vectors, write_modules
+from embedders import Embedder, assert_vectors, make_embedder, write_modules
 from llm_cases import assert_idle, make_llm, random_prompts, save_tokenizer
 from safetensors.torch import save_file
 
@@ -133,6 +133,22 @@ def test_a_dense_module_that_does_more_is_refused(tmp_path: Path, said, text: st
     add_dense(tmp_path, (24,), **said)
     with pytest.raises(ModelError, match=text):
         make_llm(gemma)
+
+
+def test_an_activation_behind_a_mean_of_several_steps_is_refused(tmp_path: Path) -> None:
+    """Of a causal model, whose prompts come in chunks; a product alone may stand there."""
+    embedder = make_embedder(tmp_path, Pooling.MEAN)
+    act = "torch.nn.modules.activation.Tanh"
+    [weight] = add_dense(tmp_path, (24,), activation_function=act)
+    with pytest.raises(ModelError, match=r"^2_Dense\.linear of .* must be without an activation"):
+        make_llm(embedder)
+    path = tmp_path / "2_Dense" / "config.json"
+    path.write_text(path.read_text().replace("Tanh", "Identity"))
+    prompts = random_prompts((9, 50))
+    rows = [embedder.vector(ids, Pooling.MEAN, normalize=False) for ids in prompts]
+    wanted = [torch.nn.functional.normalize(weight.double() @ row, dim=0) for row in rows]
+    with make_llm(embedder, max_num_batched_tokens=16) as llm:
+        assert_vectors(llm.embed(prompts), wanted)
 
 
 def test_a_dense_module_without_its_weights_is_refused(tmp_path: Path) -> None:

@@ -157,9 +157,17 @@ def test_a_head_that_is_not_run_is_refused(tmp_path: Path, change, options, erro
         make_llm(encoder, **options)
 
 
+def test_labels_may_be_counted_alone(tmp_path: Path) -> None:
+    encoder = make_cross_encoder("bert-labels", tmp_path)
+    _change(tmp_path, {"id2label": None, "num_labels": 3})
+    with make_llm(encoder) as llm:
+        [found] = llm.score_pairs(QUERY, DOCUMENTS[0])
+    assert len(found.scores) == 3
+
+
 def test_modules_beside_the_checkpoint_are_refused(tmp_path: Path) -> None:
     encoder = make_cross_encoder("bert", tmp_path)
-    kinds = [{"type": f"sentence_transformers.base.{kind}"} for kind in ("Transformer", "Dense")]
+    kinds = [{"type": f"sentence_transformers.base.{kind}"} for kind in ("Transformer", "Score")]
     (tmp_path / "modules.json").write_text(json.dumps(kinds))
     with pytest.raises(ModelError, match=r"modules\.json must be Transformer alone, of"):
         make_llm(encoder)
