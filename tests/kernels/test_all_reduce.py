@@ -127,9 +127,11 @@ def term(turn: int, rank: int) -> Tensor:
 
 def test_processes_that_map_one_box_are_ranks_as_threads_are(tmp_path: Path) -> None:
     source = "".join(map(inspect.getsource, (sums, term)))
-    code = f"{IMPORTS}TURNS = {TURNS}\n{source}\nprint(sums(Path(sys.argv[1]), 1))"
+    code = f"{IMPORTS}TURNS = {TURNS}\n{source}\nprint('imported', flush=True)\n"
+    code += "print(sums(Path(sys.argv[1]), 1))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     with child(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "imported\n"  # whoever waits in a sum spins
         ours = sums(tmp_path, 0)
         theirs, _ = other.communicate(timeout=60)
     assert theirs.strip() == str(ours)

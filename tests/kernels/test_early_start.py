@@ -5,6 +5,7 @@ such kernel waiting: then none ends before all kernels before it have.  No inter
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def called(node: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
+@cache
 def kernels() -> dict[str, ast.FunctionDef]:
     """Every kernel that may be launched early: entry points with the OVERLAPPED constant."""
     found = {}
@@ -38,6 +40,7 @@ def kernels() -> dict[str, ast.FunctionDef]:
     return found
 
 
+@cache
 def launchers() -> dict[str, str]:
     """Kernel -> the module that launches it: its own, or the one that imports it."""
     found = {name.split(".")[1]: name.split(".")[0] for name in kernels()}

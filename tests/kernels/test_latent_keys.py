@@ -75,7 +75,8 @@ def test_each_tile_table_meets_the_definition(
 ) -> None:
     from paceline.kernels._triton.paged_extend import latent_config, launch_paged_extend
 
-    call = latent_call(16 if extend > 1 else 70, [200, 0, 63], extend, mask)
+    heads = rows + 6 if extend == 1 else rows // 4  # two tiles of rows, one with room
+    call = latent_call(heads, [200, 0, 63], extend, mask)
     workspace = nan_workspace(call, splits) if splits > 1 else None
     launch_paged_extend(call, workspace, splits=splits, config=latent_config(rows, programs))
     found = errors(call.out, call.q, call.cache, call.rows, call.weighing)

@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -35,13 +36,16 @@ def versions() -> dict[str, str | None]:
 
 def installed(packages: Sequence[str]) -> dict[str, str | None]:
     """Version of each package; None where it is absent."""
-    found: dict[str, str | None] = {}
-    for name in packages:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: _version(name) for name in packages}
+
+
+@cache
+def _version(package: str) -> str | None:
+    """Asked once: a process keeps what it has imported."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def local_device(device_type: str | None = None) -> DeviceFacts:
