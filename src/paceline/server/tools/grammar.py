@@ -79,7 +79,7 @@ def _value(function: Function, schema: Any, shared: Mapping[str, Any], about: El
         return f"%json {json.dumps({**_GUIDANCE, **shared, **schema})} {_text(about.after_value)}"
     found = schema if isinstance(schema, dict) else {}
     _require(function, found, _OF_STRINGS)
-    for option in found.get("anyOf", found.get("oneOf", ())):
+    for option in found.get("anyOf") or found.get("oneOf") or ():
         _require(function, option, _OF_ALL)
     values = found.get("enum", [found["const"]] if "const" in found else None)
     if values is None:
