@@ -46,6 +46,20 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not "
         "enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     ),
+    "qwen3_coder": (  # as in Qwen3.5's
+        "{{ tools | tojson if tools }}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}<tool_call>\n<function={{ call.function.name }}>\n"
+        "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\n"
+        "{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}"
+        "</function>\n</tool_call>{% endfor %}\n{% endfor %}"
+    ),
+    "glm": (  # as in GLM-4.5's
+        "{{ tools | tojson if tools }}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}\n"
+        "{% for name, value in call.function.arguments.items() %}<arg_key>{{ name }}</arg_key>\n"
+        "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}"
+        "</tool_call>{% endfor %}\n{% endfor %}{{ '<think></think>' if enable_thinking }}"
+    ),
     "llama3_json": (
         "{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools %}"
         'Answer {"name": function name, "parameters": dictionary of argument name and its value}.'

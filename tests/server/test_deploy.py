@@ -201,7 +201,7 @@ def test_probes_and_metrics_answer_as_the_page_says():
 def test_limits_of_the_page_are_those_of_the_command():
     rows = re.findall(r"^\| `(--[\w-]+)` \| (\d+) \|", PAGE, re.MULTILINE)
     defaults = {flag: param.default for param in serve.params for flag in param.opts}
-    assert len(rows) == 9
+    assert len(rows) == 11
     for flag, value in rows:
         assert defaults[flag] == float(value), flag
     assert f"`--drain-seconds` ({LIMITS.drain_s:g})" in PAGE

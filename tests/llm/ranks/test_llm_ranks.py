@@ -75,8 +75,19 @@ def test_every_drafter_on_more_ranks_changes_no_text(truth: Truth, cell: Cell, s
     check_drafts(truth, cell, size=size)
 
 
-def check_drafts(truth: Truth, cell: Cell, *, size: int) -> None:
-    kinds = KINDS[1:] if cell["drafter"] == "NGRAM" else KINDS[:1]
+@pytest.mark.slow  # above each drafter has some of the kinds
+@pytest.mark.parametrize("cell", [*CELLS, EAGLE], ids=cell_name)
+def test_every_drafter_with_every_kind_on_two_ranks_changes_no_text(
+    truth: Truth, cell: Cell
+) -> None:
+    check_drafts(truth, cell, size=2, kinds=KINDS)
+
+
+def check_drafts(
+    truth: Truth, cell: Cell, *, size: int, kinds: tuple[str, ...] | None = None
+) -> None:
+    """kinds: of requests; None takes those that nobody else shows of the drafter."""
+    kinds = kinds or (KINDS[1:] if cell["drafter"] == "NGRAM" else KINDS[:1])
     with drafting_llm(truth, cell, tensor_parallel_size=size) as llm:
         assert llm.prepared.parallel.size == size
         for kind in kinds:

@@ -10,11 +10,13 @@ import pytest
 from scripted import BUNDLED
 from serving import serving, small_llm
 
+from paceline.server.errors import ApiError
 from paceline.server.tools.formats import TOOL_FORMATS
 from paceline.server.tools.forms import Form
 from paceline.server.tools.grammar import calls_grammar
 from paceline.server.tools.speech import Speech, message_of
 from paceline.server.tools.wire import Function, Tool
+from paceline.server.tools.xml_calls import kinds_of
 from paceline.text.tokenizer import Tokenizer
 
 SCHEMA = {
@@ -75,6 +77,16 @@ def test_a_forced_call_has_no_other_form(client) -> None:
         )  # fmt: skip
 
 
+def inner(elements, arguments):
+    """As the format writes them."""
+    if elements is None:
+        return arguments
+    return "".join(
+        f"{elements.before_value % key}{value}{elements.after_value}"
+        for key, value in json.loads(arguments).items()
+    )
+
+
 @pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_llguidance_takes_what_the_format_writes_and_the_parser_reads_it(name, has_begun) -> None:
@@ -85,14 +97,19 @@ def test_llguidance_takes_what_the_format_writes_and_the_parser_reads_it(name, h
         Tool(type="function", function=Function(name="weather", parameters=SCHEMA)),
         Tool(type="function", function=Function(name="stop")),
     ]
-    form = Form(tools=name, reasoning="think" if has_begun else None, has_begun=has_begun)
+    form = Form(
+        tools=name,
+        reasoning="think" if has_begun else None,
+        has_begun=has_begun,
+        types={"weather": kinds_of(SCHEMA)},
+    )
     core = llguidance.LLTokenizer(tokenizer.to_json())
     matcher = llguidance.LLMatcher(
         core, llguidance.LLMatcher.grammar_from_lark(calls_grammar(tools, form))
     )
     arguments = '{"unit": "C", "days": 3}'
     text = about.between.join(
-        f"{about.before % called}{said}{about.after}"
+        f"{about.before % called}{inner(about.elements, said)}{about.after}"
         for called, said in (("weather", arguments), ("stop", "{}"))
     )
     thought = "Hm.\n</think>" if has_begun else ""
@@ -103,3 +120,77 @@ def test_llguidance_takes_what_the_format_writes_and_the_parser_reads_it(name, h
     message = message_of(Speech(form).push(whole, is_end=True))
     found = [tuple(call["function"].values()) for call in message["tool_calls"]]
     assert found == [("weather", arguments), ("stop", "{}")]
+
+
+XML = ("qwen3_coder", "glm")
+WIDE = {
+    "type": "object",
+    "$defs": {"Day": {"enum": ["Mon", 3]}},
+    "properties": {
+        "text": {"anyOf": [{"type": "string"}, {"type": "null"}], "title": "Text"},
+        "unit": {"type": ["string", "null"], "enum": ["C", "F", None]},
+        "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "day": {"$ref": "#/$defs/Day"},
+        "list": {"type": "array", "items": {"type": "number"}, "maxItems": 2},
+    },
+    "required": ["text"],
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "is_taken"),
+    [
+        (["text", 'a\n</b> "c"'], True),
+        (["text", "a", "unit", "F", "count", "3", "day", '"Mon"', "list", "[1.5, 2]"], True),
+        (["text", "a", "count", "null", "list", "[]"], True),
+        (["text", "a", "unit", "null"], True),
+        (["unit", "F"], False),  # without what is required
+        (["unit", "F", "text", "a"], False),  # in another order
+        (["text", "a", "unit", "K"], False),
+        (["text", "a", "count", "many"], False),
+        (["text", "a", "day", '"Tue"'], False),
+        (["text", "a", "list", "[1, 2, 3]"], False),
+        (["text", "a", "more", "b"], False),
+    ],
+)
+@pytest.mark.parametrize("name", XML)
+def test_a_grammar_of_elements_follows_the_schema(name, values, is_taken) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    about, tokenizer = TOOL_FORMATS[name], Tokenizer.from_folder(BUNDLED)
+    tool = Tool(type="function", function=Function(name="f", parameters=WIDE))
+    grammar = calls_grammar([tool], Form(tools=name, is_one_call=True))
+    core = llguidance.LLTokenizer(tokenizer.to_json())
+    matcher = llguidance.LLMatcher(core, llguidance.LLMatcher.grammar_from_lark(grammar))
+    pairs = list(zip(values[::2], values[1::2], strict=True))
+    elements = about.elements
+    written = [f"{elements.before_value % key}{each}{elements.after_value}" for key, each in pairs]
+    text = f"{about.before % 'f'}{''.join(written)}{about.after}"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert (matcher.try_consume_tokens(tokens) == len(tokens)) is is_taken
+    if is_taken:
+        assert matcher.is_accepting()
+        form = Form(tools=name, types={"f": kinds_of(WIDE)})
+        (call,) = message_of(Speech(form).push(text, is_end=True))["tool_calls"]
+        found = json.loads(call["function"]["arguments"])
+        if name == "glm" and "null" in values:
+            return  # there a string is what it says
+        jsonschema.validate(found, WIDE)
+        assert found["text"] == values[1]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "got 'pattern'; leave it out"),
+        ({"properties": {"a": {"anyOf": [{"type": "string", "format": "date"}]}}}, "got 'format'"),
+        ({"properties": {"a": {}}, "minProperties": 1}, "got 'minProperties'"),
+        ({"patternProperties": {}}, "got 'patternProperties'"),
+        ({"properties": {"a>": {}}}, "names of arguments without <, > and line ends"),
+    ],
+)
+def test_what_elements_cannot_follow_is_refused_by_its_name(parameters, text) -> None:
+    tool = Tool(type="function", function=Function(name="f", parameters=parameters))
+    with pytest.raises(ApiError, match="parameters of 'f', which must be called, must be") as told:
+        calls_grammar([tool], Form(tools="glm"))
+    assert text in str(told.value)
+    assert told.value.status == 400

@@ -13,7 +13,12 @@ from paceline.server.tools.speech import Speech, delta_of, message_of
 
 
 def form_of(recorded: Recorded) -> Form:
-    return Form(tools=recorded.tools, reasoning=recorded.thinks, has_begun=recorded.has_begun)
+    return Form(
+        tools=recorded.tools,
+        reasoning=recorded.thinks,
+        has_begun=recorded.has_begun,
+        types=recorded.types,
+    )
 
 
 def said_of(form: Form, parts: list[str]) -> list:
@@ -77,6 +82,9 @@ MARKS = sorted(
         *("<｜tool▁call▁end｜>", "function<｜tool▁sep｜>", "f<｜tool▁sep｜>", "f", "<|call|>"),
         *("<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>", "analysis", "final"),
         *("commentary to=functions.f <|constrain|>json",),
+        *("<function=f>", "<parameter=a>", "<parameter=n>", "</parameter>", "</function>"),
+        *("<function=", "f\n", "<arg_key>a</arg_key>", "<arg_key>n</arg_key>", "<arg_value>"),
+        *("</arg_value>", "<arg_key>", "null", "12"),
         *('{"a": "b"}', "}", "{", "]", "[", ",", " ", "\n", "é", "\\", '"', "<", "x", "]}"),
     }
 )
@@ -92,7 +100,8 @@ MARKS = sorted(
 def test_no_text_of_marks_is_read_by_where_it_was_cut(words, borders, begun, name) -> None:
     text = "".join(words)
     reasoning = name if name == "harmony" else "think"
-    form = Form(tools=name, reasoning=reasoning, has_begun=begun)
+    types = {"f": {"n": "integer"}}
+    form = Form(tools=name, reasoning=reasoning, has_begun=begun, types=types)
     one = plain(message_of(said_of(form, [text])))
     assert plain(message_of(said_of(form, cut(text, borders)))) == one
     assert plain(message_of(said_of(form, list(text)))) == one

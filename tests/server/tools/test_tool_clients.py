@@ -265,3 +265,53 @@ def test_a_form_that_was_asked_for_is_content_where_the_prompt_begins_a_thought(
         else:
             content = client.chat.completions.create(**asked).choices[0].message.content
         assert content == '{"a": 1}'
+
+
+SAY = {
+    "type": "function",
+    "function": {
+        "name": "say",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "all": {"type": "array"},
+            },
+        },
+    },
+}
+ARGUMENTS = '{"text": "12 \\"a\\"\\n", "n": 3, "all": [true, null]}'
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm"])
+def test_arguments_that_are_elements_go_there_and_back(name: str) -> None:
+    """As the template writes them in the history, so they are read."""
+    call = {"id": "1", "type": "function", "function": {"name": "say", "arguments": ARGUMENTS}}
+    history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    history.append({"role": "tool", "tool_call_id": "1", "content": "Said."})
+    with scripted(name) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        server.say("Good.")
+        chat(client, tools=[SAY], messages=history)
+        shown = server.asked()
+        written = shown[shown.rindex("<tool_call>") : shown.rindex("</tool_call>")] + "</tool_call>"
+        server.say(f"I say it.\n\n{written}")
+        message = chat(client, tools=[SAY]).choices[0].message
+        assert (message.content, message.tool_calls[0].function.arguments) == (
+            "I say it.",
+            ARGUMENTS,
+        )
+        asked = {"model": "tiny", "messages": [USER], "tools": [SAY]}
+        with client.chat.completions.stream(**asked) as stream:
+            events = [each for each in stream if each.type == "tool_calls.function.arguments.delta"]
+            final = stream.get_final_completion().choices[0]
+        assert len(events) > 5
+        assert final.message.tool_calls[0].function.arguments == ARGUMENTS
+        assert final.finish_reason == "tool_calls"
+        assert client.models.retrieve("tiny").model_dump()["tool_call_parser"] == name
+        chat(client, tools=[SAY], tool_choice="required")
+        grammar = server.engine.params[-1].structured_outputs.text
+        assert "arguments_0: arguments_0_0? arguments_0_1? arguments_0_2?" in grammar
+        assert chat(client, tools=[SAY], tool_choice="none").choices[0].message.tool_calls is None
+        assert "arguments_0" not in str(server.engine.params[-1].structured_outputs)

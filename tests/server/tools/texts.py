@@ -19,6 +19,7 @@ class Recorded(NamedTuple):
     tools: str | None = "hermes"
     thinks: str | None = None
     has_begun: bool = False
+    types: dict[str, dict[str, str]] = {}  # noqa: RUF012
 
 
 HERMES = {
@@ -166,6 +167,118 @@ DEEPSEEK = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f(1)<｜tool▁call▁end｜>",
     ),
 }
+SAY = {"say": {"text": "string", "n": "integer", "x": "number", "on": "boolean", "all": "json"}}
+QWEN3_CODER = {
+    "one": Recorded(
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "</function>\n</tool_call>",
+        None,
+        [("get_weather", CITY)],
+    ),
+    "words before two": Recorded(
+        "I look.\n\n<tool_call>\n<function=a>\n</function>\n</tool_call>\n"
+        '<tool_call>\n<function=say>\n<parameter=text>\n\nA <b>\n"line"\n\n</parameter>\n'
+        "<parameter=n>\n2\n</parameter>\n<parameter=x>\n2.0\n</parameter>\n<parameter=on>\n"
+        'True\n</parameter>\n<parameter=all>\n{"b": [1, null]}\n</parameter>\n</function>\n'
+        "</tool_call>",
+        "I look.",
+        [
+            ("a", "{}"),
+            (
+                "say",
+                '{"text": "\\nA <b>\\n\\"line\\"\\n", "n": 2, "x": 2, "on": true, '
+                '"all": {"b": [1, null]}}',
+            ),
+        ],
+        types=SAY,
+    ),
+    "values of other types": Recorded(
+        "<tool_call>\n<function=say>\n<parameter=text>\n12\n</parameter>\n<parameter=n>\ntwo\n"
+        "</parameter>\n<parameter=x>\ninf\n</parameter>\n<parameter=on>\nno\n</parameter>\n"
+        "<parameter=all>\n{'b': (1, None)}\n</parameter>\n<parameter=more>\n7\n</parameter>\n"
+        "</function>\n</tool_call>",
+        None,
+        [
+            (
+                "say",
+                '{"text": "12", "n": "two", "x": "inf", "on": false, "all": {"b": [1, null]}, '
+                '"more": "7"}',
+            )
+        ],
+        types=SAY,
+    ),
+    "null is none": Recorded(
+        "<tool_call><function=say><parameter=text>Null</parameter><parameter=more>nul</parameter>"
+        "<parameter=n>null</parameter><parameter=a></parameter></function></tool_call>",
+        None,
+        [("say", '{"text": null, "more": "nul", "n": null, "a": ""}')],
+        types=SAY,
+    ),
+    "the outer marks are missing": Recorded(
+        "<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
+        "</tool_call> ok",
+        "ok",
+        [("get_weather", CITY)],
+    ),
+    "the last mark is missing": Recorded(
+        "<tool_call><function=get_weather><parameter=city>Paris</parameter></function>",
+        None,
+        [("get_weather", CITY)],
+    ),
+    "what no answer can hold": Recorded(
+        '<tool_call><function=say><parameter=all>\n{"a": NaN}\n</parameter><parameter=n>\n'
+        '"\\ud800"</parameter></function></tool_call>',
+        None,
+        [("say", '{"all": "{\\"a\\": NaN}", "n": "\\"\\\\ud800\\""}')],
+        types={"say": {"all": "json", "n": "json"}},
+    ),
+}
+GLM = {
+    "4.5": Recorded(
+        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "</tool_call>\n<tool_call>say\n<arg_key>text</arg_key>\n<arg_value>null</arg_value>\n"
+        "<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n<arg_key>all</arg_key>\n"
+        '<arg_value>["a"]</arg_value>\n<arg_key>on</arg_key>\n<arg_value>True</arg_value>\n'
+        "</tool_call>",
+        "I look.",
+        [("get_weather", CITY), ("say", '{"text": "null", "n": 2, "all": ["a"], "on": true}')],
+        types=SAY,
+    ),
+    "4.7, behind a thought": Recorded(
+        "Paris, then.</think><tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris"
+        "</arg_value></tool_call><tool_call>a</tool_call>",
+        None,
+        [("get_weather", CITY), ("a", "{}")],
+        "Paris, then.",
+        thinks="think",
+        has_begun=True,
+    ),
+    "no value of its type": Recorded(
+        "<tool_call>say\n<arg_key>n</arg_key>\n<arg_value>two</arg_value>\n</tool_call>",
+        None,
+        [("say", '{"n": "two"}')],
+        types=SAY,
+    ),
+}
+NO_ELEMENTS = {  # all of it is content
+    "qwen3_coder": [
+        "<tool_call>\nget_weather\n</tool_call>",
+        "So: <tool_call>\n<function=get_wea",
+        "<tool_call>\n<function=f>\n<parameter=city>\nPar",
+        "<tool_call>\n<function=f>\n<parameter=city>\nParis\n</param",
+        "<tool_call>\n<function=f>\n<parameter=n",
+        "<tool_call>\n<function=f>\n<parameter=city>\nParis\n</parameter>\n",
+        "<tool_call>\n<function=f>\nParis\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\n</function>\n</tool>",
+        "a <function=> b",
+    ],
+    "glm": [
+        "<tool_call>\nthe weather\n</tool_call>",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_val",
+        "<tool_call>f\n<arg_key>a</arg_key>\n2</tool_call>",
+    ],
+}
 HARMONY = {
     "thought and words": Recorded(
         "<|channel|>analysis<|message|>2 + 2.<|end|><|start|>assistant<|channel|>final"
@@ -214,6 +327,13 @@ def _of(tools: str, texts: dict[str, Recorded], thinks: str | None = None) -> di
 
 
 ALL = {
+    **_of("qwen3_coder", QWEN3_CODER),
+    **_of("glm", GLM),
+    **{
+        f"malformed, {tools} {index}": Recorded(text, text, tools=tools)
+        for tools, texts in NO_ELEMENTS.items()
+        for index, text in enumerate(texts)
+    },
     **_of("llama3_json", LLAMA),
     **_of("mistral", MISTRAL),
     **_of("deepseek", DEEPSEEK),

@@ -17,7 +17,7 @@ JSON_HEAD = re.compile(
     rf'{S}\{{{S}"name"{S}:{S}"{NAME}"{S},{S}"(?:arguments|parameters)"{S}:{S}(?=\{{)'
 )
 
-_MOST_HEAD = 2048  # characters; no head and no end is longer
+MOST_HEAD = 2048  # characters; no head and no end is longer
 _MOST_OBJECT = 1 << 16  # characters of a call whose name is not its first member
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 _OBJECT = re.compile(r"\s*\{")
@@ -68,7 +68,7 @@ def call(feed: Feed, shape: Shape, opened: str) -> CallReads:
     """
     nesting, num_seen = Nesting(), 0
     while (found := shape.head.match(feed.text)) is None:
-        most = _MOST_HEAD
+        most = MOST_HEAD
         if shape.is_object and feed.text.strip():
             most = _MOST_OBJECT if _OBJECT.match(feed.text) else 0
             end = nesting.end_in(feed.text[num_seen:]) if most else None
@@ -81,7 +81,7 @@ def call(feed: Feed, shape: Shape, opened: str) -> CallReads:
     yield Piece(Kind.NAME, found["name"])
     head = feed.take(found.end())
     arguments = yield from _arguments(feed)
-    end = yield from _end(feed, shape.shut, shape.close)
+    end = yield from end_of_call(feed, shape.shut, shape.close)
     behind = feed.take(end or 0)
     if end is None or _as_object(arguments) is None:
         yield Piece(Kind.BROKEN, opened + head + arguments + behind)
@@ -103,11 +103,11 @@ def _arguments(feed: Feed) -> Generator[Piece | None, None, str]:
             return "".join(told)
 
 
-def _end(feed: Feed, shut: str, close: str) -> Generator[None, None, int | None]:
+def end_of_call(feed: Feed, shut: str, close: str) -> Generator[None, None, int | None]:
     """The length of a call's end; None where something else follows."""
     whole = re.compile(rf"{shut}{S}{re.escape(close)}" if close else shut)
     while (found := whole.match(feed.text)) is None:
-        if len(feed.text) > _MOST_HEAD or not (yield from feed.more()):
+        if len(feed.text) > MOST_HEAD or not (yield from feed.more()):
             is_cut = feed.is_whole and re.fullmatch(shut + S, feed.text)
             return len(feed.text) if is_cut else None
     return found.end()
@@ -123,7 +123,7 @@ def _whole_call(feed: Feed, length: int, shape: Shape, opened: str) -> CallReads
         yield Piece(Kind.CONTENT, opened)
         return False
     written = opened + feed.take(length)
-    end = yield from _end(feed, "", shape.close)
+    end = yield from end_of_call(feed, "", shape.close)
     yield Piece(Kind.NAME, str(name))
     yield Piece(Kind.ARGUMENTS, text)
     if end is None:

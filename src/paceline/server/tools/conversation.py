@@ -15,6 +15,7 @@ from paceline.server.tools.forms import Form
 from paceline.server.tools.grammar import calls_grammar
 from paceline.server.tools.think import CLOSE, OPEN
 from paceline.server.tools.wire import Message, Tool, ToolChoice
+from paceline.server.tools.xml_calls import kinds_of
 from paceline.text.chat_template import ChatTemplate
 from paceline.text.tokenizer import Tokenizer
 
@@ -64,6 +65,7 @@ class Conversation:
             reasoning=formats.reasoning,
             is_one_call=asked.parallel_tool_calls is False
             or isinstance(asked.tool_choice, ToolChoice),
+            types=_types(asked.tools or (), formats) if has_tools else {},
         )
         if continued is not None:
             messages[-1]["content"] = continued + _HERE
@@ -145,6 +147,13 @@ def _require_tools(formats: Formats, template: ChatTemplate) -> None:
             param="tools",
             code="unsupported_parameter",
         )
+
+
+def _types(tools: Sequence[Tool], formats: Formats) -> dict[str, dict[str, str]]:
+    """Of arguments that the format writes as texts."""
+    if formats.tools is None or TOOL_FORMATS[formats.tools].elements is None:
+        return {}
+    return {tool.function.name: kinds_of(tool.function.parameters) for tool in tools}
 
 
 def _continued(asked: ChatRequest) -> str | None:

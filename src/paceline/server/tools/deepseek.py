@@ -5,7 +5,7 @@ import re
 from collections.abc import Generator
 
 from paceline.server.tools.calls import NAME, S, Shape, call
-from paceline.server.tools.feed import Feed, Kind, Piece, Reads
+from paceline.server.tools.feed import Feed, Kind, Piece, Reads, Types
 from paceline.server.tools.forms import ToolFormat
 
 _OPEN, _CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -17,7 +17,7 @@ _FENCED = Shape(
 _BARE = Shape(re.compile(rf"{S}{NAME}{_SEP}{S}(?=\{{)"), "", _END)
 
 
-def _read(feed: Feed) -> Reads:
+def _read(feed: Feed, types: Types) -> Reads:
     while opened := (yield from feed.until(Kind.CONTENT, _OPEN)):
         yield from _calls(feed, opened)
 

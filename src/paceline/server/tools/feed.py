@@ -4,7 +4,7 @@ A format is a generator over a Feed.  It decides by what the text says, never by
 so every way to cut a text gives the same message.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ class Piece(NamedTuple):
 
 # A format's generator: pieces, and None where it needs more text.
 Reads = Generator[Piece | None, None, None]
+Types = Mapping[str, Mapping[str, str]]  # function -> argument -> its type, as xml_calls.kind_of
 
 
 class Feed:
@@ -115,6 +116,6 @@ class Parser:
         return pieces
 
 
-def plain(feed: Feed) -> Reads:
+def plain(feed: Feed, types: Types) -> Reads:
     """All of it is content."""
     yield from feed.until(Kind.CONTENT)

@@ -7,19 +7,21 @@ from msgspec import Struct
 
 from paceline.core.errors import ConfigError
 from paceline.server.tools.deepseek import DEEPSEEK
-from paceline.server.tools.feed import Feed, Parser, Reads, plain
+from paceline.server.tools.feed import Feed, Parser, Reads, Types, plain
 from paceline.server.tools.forms import Form, ToolFormat
+from paceline.server.tools.glm import GLM
 from paceline.server.tools.harmony import HARMONY, read_harmony
 from paceline.server.tools.hermes import HERMES
 from paceline.server.tools.llama import LLAMA
 from paceline.server.tools.mistral import MISTRAL
+from paceline.server.tools.qwen3_coder import QWEN3_CODER
 from paceline.server.tools.think import CLOSE, think
 from paceline.text.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 THINK = "think"
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    each.name: each for each in (HERMES, LLAMA, MISTRAL, DEEPSEEK, HARMONY)
+    each.name: each for each in (HERMES, QWEN3_CODER, GLM, LLAMA, MISTRAL, DEEPSEEK, HARMONY)
 }
 REASONING_FORMATS = (THINK, HARMONY.name)
 
@@ -112,12 +114,14 @@ def parser_of(form: Form) -> Parser:
     """Of one answer."""
     if form.reasoning == HARMONY.name:
         return Parser(lambda feed: read_harmony(feed, has_tools=form.tools is not None))
-    read: Callable[[Feed], Reads] = plain if form.tools is None else TOOL_FORMATS[form.tools].read
+    read: Callable[[Feed, Types], Reads] = plain
+    if form.tools is not None:
+        read = TOOL_FORMATS[form.tools].read
 
     def reads(feed: Feed) -> Reads:
         if form.reasoning == THINK:
             yield from think(feed, has_begun=form.has_begun)
-        yield from read(feed)
+        yield from read(feed, form.types)
 
     return Parser(reads)
 

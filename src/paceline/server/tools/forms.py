@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from paceline.server.tools.feed import Feed, Reads
+from paceline.server.tools.feed import Feed, Reads, Types
+from paceline.server.tools.xml_calls import Elements
 
 
 def _call_id() -> str:
@@ -18,13 +19,14 @@ class ToolFormat:
     """How a family of models writes calls of tools."""
 
     name: str  # of --tool-call-parser
-    read: Callable[[Feed], Reads]
+    read: Callable[[Feed, Types], Reads]
     is_of: Callable[[str], bool]  # whether a chat template asks for it
     before: str = ""  # of a call: what stands before its arguments, with its function's name
     after: str = ""  # them
     between: str = ""  # two calls
     opening: str = ""  # of all calls
     closing: str = ""
+    elements: Elements | None = None  # how arguments are written that are no JSON object
     shows_special_tokens: bool = False  # some of its markers are special tokens
     arguments_as_text: bool = False  # how the templates read those of earlier calls
     new_id: Callable[[], str] = _call_id
@@ -37,6 +39,7 @@ class Form(Struct, frozen=True, kw_only=True):
     reasoning: str | None = None  # the format of reasoning
     has_begun: bool = False  # the prompt ends within reasoning
     is_one_call: bool = False  # further ones are not told
+    types: dict[str, dict[str, str]] = {}  # of arguments that are no JSON; Types
 
     @property
     def is_any(self) -> bool:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Generator
 
 from paceline.server.tools.calls import NAME, Shape, call
-from paceline.server.tools.feed import Feed, Kind, Piece, Reads
+from paceline.server.tools.feed import Feed, Kind, Piece, Reads, Types
 from paceline.server.tools.forms import ToolFormat
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -56,7 +56,7 @@ def _header(feed: Feed) -> Generator[None, None, str | None]:
     return feed.text[:at]
 
 
-def _read(feed: Feed) -> Reads:
+def _read(feed: Feed, types: Types) -> Reads:
     yield from read_harmony(feed, has_tools=True)
 
 

@@ -2,14 +2,14 @@
 with semicolons between, behind <|python_tag|> or not."""
 
 from paceline.server.tools.calls import JSON_HEAD, S, Shape, call
-from paceline.server.tools.feed import Feed, Kind, Reads
+from paceline.server.tools.feed import Feed, Kind, Reads, Types
 from paceline.server.tools.forms import ToolFormat
 
 _TAG = "<|python_tag|>"
 _SHAPE = Shape(JSON_HEAD, shut=rf"{S}\}}", is_object=True)
 
 
-def _read(feed: Feed) -> Reads:
+def _read(feed: Feed, types: Types) -> Reads:
     opened = yield from feed.skip_blanks()
     if (yield from feed.begins_with("{")):
         yield from _calls(feed, opened)

@@ -7,7 +7,7 @@ import string
 from collections.abc import Generator
 
 from paceline.server.tools.calls import JSON_HEAD, NAME, S, Shape, call
-from paceline.server.tools.feed import Feed, Kind, Piece, Reads
+from paceline.server.tools.feed import Feed, Kind, Piece, Reads, Types
 from paceline.server.tools.forms import ToolFormat
 
 _OPEN = "[TOOL_CALLS]"
@@ -17,7 +17,7 @@ _HEAD = re.compile(rf"{S}{NAME}(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?{S}(?=\{{)
 _NAMED = Shape(_HEAD, shut="")
 
 
-def _read(feed: Feed) -> Reads:
+def _read(feed: Feed, types: Types) -> Reads:
     while opened := (yield from feed.until(Kind.CONTENT, _OPEN)):
         opened += yield from feed.skip_blanks()
         if not (yield from feed.begins_with("[")):
