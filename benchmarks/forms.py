@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 
 from paceline.core.request.sampling_params import SamplingParams
+from paceline.core.request.structured import structured_outputs
 from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
@@ -55,7 +56,7 @@ def main() -> None:
                 seed=seed % 1000,
                 max_tokens=160,
                 receipt=True,
-                structured_outputs={"json": SCHEMA},
+                structured_outputs=structured_outputs({"json": SCHEMA}),
             )
             texts = set()
             for drafts in (False, True):

@@ -93,6 +93,8 @@ def test_a_step_uses_the_first_entries_of_each_extent(
         "POOLED": 0,
         "SAMPLED": 0,
         "MASK": 0,
+        "GIVEN": 0,
+        "GIVEN_TREE": 0,
     }
 
 
@@ -127,3 +129,17 @@ def test_masks_are_staged_as_they_are_and_other_rows_have_none() -> None:
     assert told[:2].tolist() == [[1 << 30, 3], [1 << 30, 5]]
     buffers.pad(PaddedSize.uniform(2, 1))
     assert buffers.mask_ids.tolist() == [NO_MASK] * 4
+
+
+@pytest.mark.parametrize(("is_round", "has_tree"), [(True, True), (True, False), (False, False)])
+def test_only_a_round_with_masks_is_given_drafts(is_round: bool, has_tree: bool) -> None:
+    use = StepUse(
+        PaddedSize.uniform(2, 3),
+        has_tree=has_tree,
+        max_emitted=1,
+        num_sampled=6,
+        num_masks=4,
+        is_round=is_round,
+    )
+    assert use.entries(Extent.GIVEN) == 6 * is_round
+    assert use.entries(Extent.GIVEN_TREE) == 6 * has_tree
