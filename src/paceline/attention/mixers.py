@@ -15,7 +15,8 @@ from paceline.core.near import did_you_mean
 from paceline.core.plugins import load_class, missing_of
 
 # Kind -> the registry of its backends: short name -> "module:Class", imported when asked for.  Of a
-# kind beside softmax attention auto takes the first that can run.
+# kind beside softmax attention auto takes the first that can run: torch, until ours is measured
+# (decision 095).
 REGISTRIES: dict[str, Mapping[str, str]] = {
     SOFTMAX: BACKENDS,
     GDN: {
