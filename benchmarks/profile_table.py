@@ -35,6 +35,7 @@ NAMES = (
         r"_decode_kernel|_extend_kernel|_merge_partials|_merge_kernel|[Aa]ttention|flash|fmha",
     ),
     ("latents", r"_head_products_kernel|_latent_rows_kernel"),
+    ("states", r"_state_(inputs|rows|chunks)_kernel|_solve_chunks_kernel"),
     ("norm", r"norm"),
     ("rope", r"rope|write_kv|rotary"),
     ("act", r"act_and_mul|silu|gelu"),
@@ -44,7 +45,18 @@ NAMES = (
 )
 ROLES = (
     *("qkv", "o", "gate_up", "down", "head", "router", "product", "experts", "route"),
-    *("attention", "latents", "norm", "rope", "act", "derive", "draft", "sample", "commit"),
+    *(
+        "attention",
+        "latents",
+        "states",
+        "norm",
+        "rope",
+        "act",
+        "derive",
+        "draft",
+        "sample",
+        "commit",
+    ),
     *("exchange", "copy", "other"),
 )
 BETWEEN = frozenset({"other", "copy", "reduce", "exchange"})  # say nothing of products beside them
@@ -52,6 +64,7 @@ BETWEEN = frozenset({"other", "copy", "reduce", "exchange"})  # say nothing of p
 FIRST_AFTER: dict[str | None, str] = {
     "attention": "o",
     "latents": "o",
+    "states": "o",
     "act": "down",
     "route": "gate_up",  # of a shared expert
 }
@@ -59,6 +72,7 @@ LAST_BEFORE = {
     "rope": "qkv",
     "attention": "qkv",
     "latents": "qkv",
+    "states": "qkv",
     "act": "gate_up",
     "route": "router",
 } | dict.fromkeys(("draft", "sample", "commit", None), "head")

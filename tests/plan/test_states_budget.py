@@ -251,4 +251,7 @@ def test_a_shape_of_linear_attention_is_planned_with_who_runs_its_layers():
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
     (found,) = document["linear_attention"]
     assert (found["mixer"], found["backend"]) == ("gdn", "torch")
-    assert "linear attention\n  gdn     torch (first of torch that can run on cuda)" in show(plan)
+    assert (
+        "linear attention\n  gdn     torch (first of torch, triton that can run on cuda)"
+        in show(plan)
+    )

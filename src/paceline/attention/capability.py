@@ -1,5 +1,8 @@
 """Checks a configuration against a backend's capabilities, collecting every reason."""
 
+import importlib.util
+import os
+
 import torch
 
 from paceline.attention.contract import AttentionConfig, Capabilities
@@ -77,3 +80,14 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
     )
     need(can.graph >= want.graph, "graph support", f"at least {want.graph.name}", can.graph.name)
     return reasons
+
+
+def triton_reasons(device_type: str) -> list[str]:
+    """Why Triton's kernels cannot be launched on this device."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return []  # planning for another machine: what is installed here says nothing
+    if importlib.util.find_spec("triton") is None:
+        return ["triton must be installed, got no such package"]
+    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return ["device must be cuda, got cpu without TRITON_INTERPRET=1 (Triton's interpreter)"]
+    return []

@@ -8,23 +8,25 @@ from collections.abc import Callable, Iterable, Mapping
 
 from paceline.attention.linear.shape import GDN, MAMBA2
 from paceline.attention.registry import BACKENDS, Choice
-from paceline.attention.states import (
-    StateBackend,
-    StateCapabilities,
-    StateConfig,
-    unsupported_reasons,
-)
+from paceline.attention.states import StateBackend, StateCapabilities, StateConfig
 from paceline.core.errors import BackendUnsupported, ConfigError, ModelError
 from paceline.core.model.config import SOFTMAX, LayerSpec
 from paceline.core.near import did_you_mean
 from paceline.core.plugins import load_class, missing_of
 
 # Kind -> the registry of its backends: short name -> "module:Class", imported when asked for.  Of a
-# kind beside softmax attention auto takes the first that can run.
+# kind beside softmax attention auto takes the first that can run: torch, until ours is measured
+# (decision 095).
 REGISTRIES: dict[str, Mapping[str, str]] = {
     SOFTMAX: BACKENDS,
-    GDN: {"torch": "paceline.attention.backends.gdn_torch:TorchGdn"},
-    MAMBA2: {"torch": "paceline.attention.backends.mamba2_torch:TorchMamba2"},
+    GDN: {
+        "torch": "paceline.attention.backends.gdn_torch:TorchGdn",
+        "triton": "paceline.attention.backends.gdn_triton:TritonGdn",
+    },
+    MAMBA2: {
+        "torch": "paceline.attention.backends.mamba2_torch:TorchMamba2",
+        "triton": "paceline.attention.backends.mamba2_triton:TritonMamba2",
+    },
 }
 _WHAT = "linear attention"
 Wanted = Callable[[LayerSpec], StateConfig]  # of the first layer of a kind, what its kind asks
@@ -88,9 +90,7 @@ def _choose(kind: str, layer_id: int, asked: str | None, wanted: StateConfig) ->
                 remedy="add a backend of this kind to REGISTRIES of paceline.attention.mixers, or "
                 "name one with --linear-attention-backend",
             )
-        reasons = {
-            name: unsupported_reasons(_load(kind, name).capabilities, wanted) for name in known
-        }
+        reasons = {name: _load(kind, name).unsupported_reasons(wanted) for name in known}
         able = [name for name, against in reasons.items() if not against]
         if not able:
             listed = [f"{name}: {each}" for name, against in reasons.items() for each in against]
@@ -103,7 +103,7 @@ def _choose(kind: str, layer_id: int, asked: str | None, wanted: StateConfig) ->
         why = f"first of {', '.join(known)} that can run on {wanted.device_type}"
         return Choice(name=able[0], why=why, rejected=rejected)
     assert asked is not None, "auto is asked for by None, too"
-    against = unsupported_reasons(_load(kind, asked).capabilities, wanted)
+    against = _load(kind, asked).unsupported_reasons(wanted)
     if against:
         raise BackendUnsupported(asked, against, of=_WHAT)
     return Choice(name=asked, why="asked for", rejected={})

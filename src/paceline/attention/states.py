@@ -131,6 +131,10 @@ class StateBackend(ABC, Generic[Buffers, Plan, Inputs]):
     capabilities: StateCapabilities
     kept_fields: frozenset[str] = frozenset()  # fields of its buffers that outlive a step
 
+    def unsupported_reasons(self, wanted: StateConfig) -> list[str]:
+        """Every reason why it cannot run there: its capabilities, and what a subclass adds."""
+        return unsupported_reasons(self.capabilities, wanted)
+
     @abstractmethod
     def make_buffers(self, limits: StateLimits) -> Buffers:
         """Allocate once everything whose address a graph may hold: what plan writes, and what the

@@ -11,6 +11,9 @@ which is one product.  Where nothing lasts it is what was read.
 import torch
 from torch import Tensor
 
+from paceline.kernels._check import reject, require_triton
+from paceline.kernels.custom_op import define_op
+
 
 def commit_states_reference(
     states: Tensor, k: Tensor, u: Tensor, decay: Tensor, path: Tensor, num_kept: Tensor
@@ -40,3 +43,47 @@ def commit_states_reference(
     values = along(u).view(reqs, longest, heads, per_key, -1)
     added = keys.permute(0, 2, 3, 4, 1) @ values.permute(0, 2, 3, 1, 4)
     return total.exp().view(reqs, -1, 1, 1) * states + added.flatten(1, 2)
+
+
+def _launch(*arguments: object) -> None:
+    require_triton("commit_states", otherwise="choose the torch backend of linear attention")
+    from paceline.kernels._triton.commit_states import launch_commit_states
+
+    launch_commit_states(*arguments)  # type: ignore[arg-type]
+
+
+_COMMIT_STATES = define_op(
+    "commit_states(Tensor(a!) state, Tensor(b!) window, Tensor slots, Tensor k, Tensor u, "
+    "Tensor summed, Tensor inputs, Tensor path, Tensor num_kept) -> ()",
+    cpu=_launch,
+    cuda=_launch,
+)
+
+
+def commit_states(
+    state: Tensor,
+    window: Tensor,
+    slots: Tensor,
+    *,
+    k: Tensor,
+    u: Tensor,
+    summed: Tensor,
+    inputs: Tensor,
+    path: Tensor,
+    num_kept: Tensor,
+) -> None:
+    """Write the slot of each request, state and window, in one pass over both.
+
+    state: [num_slots, value_heads, key_dim, value_dim]; window: [num_slots, channels, width - 1];
+    slots: [reqs, 3] int32 read, write, checkpoint, a read slot 0 is zeros; k, u, summed, inputs:
+    [reqs * rows, ...] as a round keeps them, contiguous; path, num_kept: see the definition above,
+    whose rows are a request's own.  Mutates state and window.  Triton on every device.  Graph-safe:
+    shapes are static.  Raises KernelArgumentError.
+    """
+    for name, each in (("state", state), ("window", window), ("k", k), ("u", u)):
+        if not each.is_contiguous():
+            reject(name, expected="contiguous", got=each, remedy="pass what a round kept, whole")
+    if path.shape[0] != slots.shape[0] or path.stride(1) != 1:
+        expected = f"[{slots.shape[0]}, longest] with contiguous rows"
+        reject("path", expected=expected, got=path, remedy="pass the accepted rows")
+    _COMMIT_STATES(state, window, slots, k, u, summed, inputs, path, num_kept)

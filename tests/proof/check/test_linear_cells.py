@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.attention.contract import GraphSupport
 from paceline.attention.linear import rows
+from paceline.attention.linear.shape import LinearShape
+from paceline.attention.states import StateBackend, StateConfig
+from paceline.core.modes import MaskKind
 from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.rig.contenders import state_contender
 from paceline.proof.rig.harness import run_cell
@@ -78,3 +82,28 @@ def test_a_fault_is_a_failing_cell(
     result = run_cell(CASES[case], who, RunnerKind.RECORDED, torch.device("cpu"))
     assert result.status is Status.FAILING
     assert re.search(text, result.reason), result.reason
+
+
+@pytest.mark.parametrize("method", ["gdn", "mamba2"])
+def test_our_kernels_decode_as_the_oracle(method: str) -> None:
+    named = [c for c in state_cases() if (c.method, c.name) == (method, "decode-shuffled")]
+    who = state_contender("triton", method)
+    result = run_cell(named[0], who, RunnerKind.EAGER, torch.device("cpu"))
+    assert result.status is Status.PROVEN, result.reason
+
+
+def test_keys_that_registers_cannot_hold_are_refused() -> None:
+    asked = StateConfig(
+        device_type="cpu",
+        dtype=torch.float32,
+        masks=frozenset({MaskKind.TREE}),
+        parts=LinearShape(key_heads=1, value_heads=1, key_dim=512, value_dim=8, conv_width=9).parts,
+        state_every=64,
+        graph=GraphSupport.ALWAYS,
+    )
+    backend = state_contender("triton", "gdn").backend
+    assert isinstance(backend, StateBackend)
+    assert backend.unsupported_reasons(asked) == [
+        "convolution over 9 tokens, of up to 8",
+        "keys of 512 numbers, of up to 256",
+    ]

@@ -2,14 +2,12 @@
 
 from torch import Tensor
 
-from paceline.attention.linear.inputs import GdnInputs
+from paceline.attention.linear.inputs import NORM_EPS, GdnInputs
 from paceline.attention.linear.rows import LinearPlan, convolve, extend_states
 from paceline.attention.linear.shape import GDN
 from paceline.attention.linear.torch_backend import TorchLinear
 from paceline.attention.states import StateLayer
 from paceline.kernels.extend_states import StateRows
-
-NORM_EPS = 1e-6  # in the norms of queries and keys
 
 
 class TorchGdn(TorchLinear[GdnInputs]):

@@ -1,12 +1,11 @@
 """The `triton` backend: our own paged kernels; split-KV decode, and extend over paged keys."""
 
-import importlib.util
-import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.attention.capability import triton_reasons
 from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
@@ -86,7 +85,7 @@ class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether Triton can run on this device."""
-        reasons = super().unsupported_reasons(config) + _triton_reasons(config.device_type)
+        reasons = super().unsupported_reasons(config) + triton_reasons(config.device_type)
         arch = config.cuda_arch or FP8_ARCH
         if config.kv_dtype == torch.float8_e4m3fn and arch < FP8_ARCH:
             reasons.append(f"CUDA arch must be at least {FP8_ARCH} for an fp8 cache, got {arch}")
@@ -158,14 +157,3 @@ def _sharing_rule(limits: Limits, group: int) -> SharingRule | None:
     rule = sharing_rule(ratios.pop(), limits.page_size)
     is_worth_it = limits.max_reqs >= rule.min_reqs and limits.max_pages[group] >= rule.min_pages
     return rule if is_worth_it else None
-
-
-def _triton_reasons(device_type: str) -> list[str]:
-    """Why Triton's kernels cannot be launched on this device."""
-    if device_type == "cuda" and not torch.cuda.is_available():
-        return []  # planning for another machine: what is installed here says nothing
-    if importlib.util.find_spec("triton") is None:
-        return ["triton must be installed, got no such package"]
-    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return ["device must be cuda, got cpu without TRITON_INTERPRET=1 (Triton's interpreter)"]
-    return []

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from paceline.attention.linear.shape import GDN, MAMBA2
 
+NORM_EPS = 1e-6  # in the norms of a gated delta net's queries and keys
+
 
 class GdnInputs(NamedTuple):
     """Gated delta net (arXiv:2412.06464): a token's rows before the convolution."""

@@ -44,6 +44,8 @@ class LinearPlan:
     """Views one step may read; nothing assigns to it after `plan_rows`."""
 
     shape: LinearShape
+    slots: Tensor  # [padded_reqs, 3]  int32  read, write, checkpoint
+    starts: Tensor  # [padded_reqs + 1]  int32  each request's first row; the last: all rows
     read_slots: Tensor  # [padded_reqs]  int64
     write_slots: Tensor  # [padded_reqs]  int64
     is_new: Tensor  # [padded_reqs]  bool  nothing was read: it starts from zeros
@@ -99,6 +101,8 @@ def plan_rows(
         sees = view.tree_mask.view(reqs, size, size)
     return LinearPlan(
         shape=_shape(buffers),
+        slots=group.page_table,
+        starts=view.cu_seqlens_q,
         read_slots=group.read_slots.long(),
         write_slots=group.write_slots.long(),
         is_new=group.read_slots == 0,

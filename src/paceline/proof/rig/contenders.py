@@ -19,7 +19,7 @@ from paceline.attention.flash_attention import FlashAttentionBackend
 from paceline.attention.mixers import load_state_backend
 from paceline.attention.names import parse, singles
 from paceline.attention.registry import compose, load_backend
-from paceline.attention.states import StateBackend, StateConfig, unsupported_reasons
+from paceline.attention.states import StateBackend, StateConfig
 from paceline.core.model.config import SOFTMAX
 from paceline.core.modes import MaskKind
 from paceline.proof.check.cell import RunnerKind
@@ -128,7 +128,7 @@ def _state_refusals(
         state_every=case.state_every,
         graph=graph,
     )
-    return unsupported_reasons(backend.capabilities, wanted)
+    return backend.unsupported_reasons(wanted)
 
 
 def _masks(case: Case) -> frozenset[MaskKind]:

@@ -1,0 +1,39 @@
+"""Mamba 2 in our own kernels."""
+
+from torch import Tensor
+
+from paceline.attention.linear.inputs import Mamba2Inputs
+from paceline.attention.linear.rows import LinearPlan
+from paceline.attention.linear.shape import MAMBA2
+from paceline.attention.linear.triton_backend import TritonLinear, extend_heads
+from paceline.attention.states import StateLayer
+from paceline.kernels.state_inputs import HeadChannels
+from paceline.kernels.state_rows import Rates
+
+
+class TritonMamba2(TritonLinear[Mamba2Inputs]):
+    """A state is [value_heads, key_dim, value_dim]: Mamba's own, transposed."""
+
+    kind = MAMBA2
+
+    def extend(self, inputs: Mamba2Inputs, layer: StateLayer, plan: LinearPlan) -> Tensor:
+        """[padded_tokens, value_heads, value_dim] in the dtype of the inputs."""
+        shape = plan.shape
+        values, keys = shape.value_size, shape.key_size
+        return extend_heads(
+            inputs.xbc,
+            inputs.conv_weight,
+            inputs.conv_bias,
+            Rates(inputs.decay, inputs.dt, inputs.skip, is_delta=False),
+            layer,
+            plan,
+            channels=HeadChannels(
+                first_q=values + keys,
+                first_k=values,
+                first_v=0,
+                step_key=shape.key_dim,
+                step_value=shape.per_key * shape.value_dim,
+            ),
+            eps=None,
+            scale=1.0,
+        )

@@ -1,0 +1,124 @@
+"""What the Triton backends of linear attention share: all but how inputs become rows.
+
+Plan and buffers are torch's (linear/rows.py).  A layer is two launches: `state_inputs` convolves,
+and one kernel reads and writes states and windows, or keeps what a round's commit needs.
+"""
+
+import torch
+from torch import Tensor
+
+from paceline.attention.capability import triton_reasons
+from paceline.attention.contract import GraphSupport
+from paceline.attention.linear.rows import LinearBuffers, LinearPlan, linear_buffers, plan_rows
+from paceline.attention.linear.shape import CONV, STATE, LinearShape
+from paceline.attention.states import (
+    Inputs,
+    StateBackend,
+    StateCapabilities,
+    StateConfig,
+    StateLayer,
+    StateLimits,
+)
+from paceline.core.modes import MaskKind
+from paceline.kernels.commit_states import commit_states
+from paceline.kernels.state_chunks import state_chunks
+from paceline.kernels.state_inputs import ConvInputs, HeadChannels, head_rows, state_inputs
+from paceline.kernels.state_rows import Kept, Rates, state_rows
+from paceline.kernels.step_view import GroupView, StepView
+
+MOST_KEY_DIM = 256  # rows of a state that a program holds in registers
+
+
+class TritonLinear(StateBackend[LinearBuffers, LinearPlan, Inputs]):
+    """A kind adds `kind` and `extend`.  Runs on CUDA, and on a CPU through Triton's interpreter
+    (TRITON_INTERPRET=1), slowly."""
+
+    name = "triton"
+    capabilities = StateCapabilities(
+        device_types=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE}),
+        graph=GraphSupport.ALWAYS,
+        part_dtypes=frozenset({torch.float32}),
+        max_conv_width=8,
+    )
+
+    def unsupported_reasons(self, wanted: StateConfig) -> list[str]:
+        """Capabilities, whether Triton can run on this device, and how large keys are."""
+        reasons = super().unsupported_reasons(wanted) + triton_reasons(wanted.device_type)
+        key_dim = LinearShape.of({part.name: part.shape for part in wanted.parts}).key_dim
+        if key_dim > MOST_KEY_DIM:
+            reasons.append(f"keys of {key_dim} numbers, of up to {MOST_KEY_DIM}")
+        return reasons
+
+    def make_buffers(self, limits: StateLimits) -> LinearBuffers:
+        return linear_buffers(limits)
+
+    def plan(
+        self, view: StepView, group: GroupView, buffers: LinearBuffers, *, is_round: bool
+    ) -> LinearPlan:
+        return plan_rows(view, group, buffers, is_round=is_round)
+
+    def commit(
+        self,
+        view: StepView,
+        group: GroupView,
+        layer: StateLayer,
+        buffers: LinearBuffers,
+        *,
+        path: Tensor,
+        num_kept: Tensor,
+    ) -> None:
+        at, tokens = layer.index, view.padded_tokens
+        commit_states(
+            layer.parts[STATE],
+            layer.parts[CONV],
+            group.page_table,
+            k=buffers.kept_k[at, :tokens],
+            u=buffers.kept_u[at, :tokens],
+            summed=buffers.kept_decay[at, :tokens],
+            inputs=buffers.kept_inputs[at, :tokens],
+            path=path,
+            num_kept=num_kept,
+        )
+
+
+def extend_heads(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rates: Rates,
+    layer: StateLayer,
+    plan: LinearPlan,
+    *,
+    channels: HeadChannels,
+    eps: float | None,
+    scale: float,
+) -> Tensor:
+    """[tokens, value_heads, value_dim] in the dtype of `rows`: one layer over the step's rows.
+
+    rows: [tokens, channels] before the convolution of `weight` and `bias`; channels, eps, scale: as
+    of `state_inputs`.  Writes the requests' slots, or keeps a round.
+    """
+    shape, kept, tokens = plan.shape, plan.kept, rows.shape[0]
+    given = ConvInputs(rows, weight, bias, layer.parts[CONV], plan.slots, plan.places)
+    heads = head_rows(
+        rows,
+        tokens,
+        (shape.key_heads, shape.key_dim),
+        (shape.value_heads, shape.value_dim),
+        torch.float32 if plan.chunks is None else rows.dtype,
+    )
+    out = torch.empty_like(heads.v)
+    inputs, left = None, None
+    if kept is not None:
+        inputs = kept.kept_inputs[layer.index, :tokens]
+        heads = heads._replace(k=kept.kept_k[layer.index, :tokens])
+        left = Kept(kept.kept_u[layer.index, :tokens], kept.kept_decay[layer.index, :tokens])
+    state_inputs(given, channels, eps=eps, scale=scale, out=heads, kept=inputs)
+    state = layer.parts[STATE]
+    if plan.chunks is None:
+        state_rows(heads, rates, plan.sees, state, given, kept=left, out=out)
+    else:
+        state_chunks(heads, rates, plan.chunks, plan.starts, state, given, out=out)
+    return out

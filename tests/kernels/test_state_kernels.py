@@ -1,0 +1,225 @@
+"""The kernels of layers that keep states, interpreted, against their definitions."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.core.errors import KernelArgumentError
+from paceline.kernels.commit_states import commit_states, commit_states_reference
+from paceline.kernels.conv_rows import next_windows_reference
+from paceline.kernels.extend_states import (
+    Chunks,
+    StateRows,
+    extend_states_reference,
+)
+from paceline.kernels.state_chunks import state_chunks
+from paceline.kernels.state_inputs import (
+    ConvInputs,
+    HeadChannels,
+    HeadRows,
+    head_rows,
+    state_inputs,
+    state_inputs_reference,
+)
+from paceline.kernels.state_rows import Kept, Rates, state_rows
+
+KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WINDOW, SLOTS = 1, 2, 5, 6, 2, 4
+CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+TREE = [-1, 0, 0, 1]
+# The first request starts from zeros, whatever slot 0 holds; the second writes where it reads.
+SLOT_LIST = torch.tensor([[0, 3, 0], [2, 2, 0]], dtype=torch.int32)
+BOTH = pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "sums"])
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def parts() -> tuple[Tensor, Tensor]:
+    """(states, windows) of all slots; slot 0 holds NaN."""
+    state, window = noise(SLOTS, HEADS, KEY_DIM, VALUE_DIM), noise(SLOTS, CHANNELS, WINDOW)
+    for part in (state, window):
+        part[0] = torch.nan
+    return state, window
+
+
+def before(part: Tensor) -> Tensor:
+    """[2, *shape] what the requests read."""
+    return torch.stack((torch.zeros_like(part[0]), part[2]))
+
+
+def conv_inputs(rows: int, window: Tensor) -> ConvInputs:
+    """Nothing but rows and window is read behind the convolution."""
+    nothing = torch.zeros(rows, WINDOW, dtype=torch.int64)
+    weight = torch.zeros(CHANNELS, WINDOW + 1)
+    return ConvInputs(noise(rows, CHANNELS), weight, None, window, SLOT_LIST, nothing)
+
+
+def some_rows(num: int, *, delta: bool) -> tuple[HeadRows, Rates, StateRows]:
+    k = torch.nn.functional.normalize(noise(num, KEY_HEADS, KEY_DIM), dim=2)
+    heads = HeadRows(noise(num, KEY_HEADS, KEY_DIM, seed=1), k, noise(num, HEADS, VALUE_DIM))
+    decay, rate = -noise(num, HEADS).abs(), noise(num, HEADS, seed=2).sigmoid()
+    skip = None if delta else noise(HEADS)
+    v = heads.v if delta else heads.v * rate.unsqueeze(2)
+    told = StateRows(heads.q, heads.k, v, decay, rate if delta else None)
+    return heads, Rates(decay, rate, skip, delta), told
+
+
+def with_skip(out: Tensor, heads: HeadRows, rates: Rates) -> Tensor:
+    return out if rates.skip is None else out + heads.v * rates.skip[:, None]
+
+
+def masked(parents: list[int]) -> Tensor:
+    sees = torch.eye(len(parents), dtype=torch.bool)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            sees[row] |= sees[parent]
+    return sees
+
+
+def near(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("channels", "eps"),
+    [(HeadChannels(0, 2, 4, 10, 10), 1e-6), (HeadChannels(16, 12, 0, 2, 6), None)],
+    ids=["key head by key head", "all of a kind"],
+)
+def test_inputs_are_convolved_and_laid_out_as_heads(
+    channels: HeadChannels, eps: float | None
+) -> None:
+    rows, key, value = 3, (2, 2), (4, 3)
+    window = noise(SLOTS, 20, WINDOW).bfloat16()
+    window[0] = torch.nan
+    given = ConvInputs(
+        noise(rows, 24).bfloat16()[:, :20],
+        noise(20, WINDOW + 1).bfloat16(),
+        None if eps else noise(20).bfloat16(),
+        window,
+        SLOT_LIST,
+        torch.tensor([[3, 4], [4, 0], [5, 6]]),
+    )
+    found, wanted = (head_rows(given.rows, rows, key, value, torch.float32) for _ in range(2))
+    kept = torch.full((rows, 20), torch.nan, dtype=torch.bfloat16)
+    state_inputs(given, channels, eps=eps, scale=0.5, out=found, kept=kept)
+    state_inputs_reference(given, channels, eps=eps, scale=0.5, out=wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3)  # SiLU before it is rounded
+    assert torch.equal(kept, given.rows)
+
+
+@BOTH
+def test_a_row_of_each_request_reads_and_writes_its_state(delta: bool) -> None:
+    state, window = parts()
+    heads, rates, told = some_rows(2, delta=delta)
+    given, sees = conv_inputs(2, window), torch.ones(1, 1, 1, dtype=torch.bool)
+    wanted = extend_states_reference(told, before(state), sees, None)
+    windows = next_windows_reference(given.rows, before(window), torch.tensor([[3, 0], [5, 1]]))
+    untouched = state[1].clone()
+    out = torch.full((2, HEADS, VALUE_DIM), torch.nan)
+    state_rows(heads, rates, sees, state, given, kept=None, out=out)
+    near(out, with_skip(wanted.out, heads, rates))
+    near(state[[3, 2]], wanted.states)
+    assert torch.equal(window[[3, 2]], windows)
+    assert torch.equal(state[1], untouched)
+
+
+@BOTH
+def test_a_tree_is_kept_and_its_path_committed(delta: bool) -> None:
+    state, window = parts()
+    size = len(TREE)
+    heads, rates, told = some_rows(2 * size, delta=delta)
+    given = conv_inputs(2 * size, window)
+    sees = torch.stack((masked(TREE), masked([-1, 0, 1, 2])))
+    held = before(state)
+    wanted = extend_states_reference(told, held, sees, None)
+    assert wanted.u is not None
+    assert wanted.decay is not None
+    out, u = (torch.full((2 * size, HEADS, VALUE_DIM), torch.nan) for _ in range(2))
+    kept = Kept(u, torch.full((2 * size, HEADS), torch.nan))
+    untouched = state.clone()
+    state_rows(heads, rates, sees, state, given, kept=kept, out=out)
+    near(out, with_skip(wanted.out, heads, rates))
+    near(kept.u, wanted.u)
+    near(kept.summed, wanted.decay)
+    torch.testing.assert_close(state, untouched, rtol=0, atol=0, equal_nan=True)
+    path = torch.tensor([[0, 1, 3], [0, 3, 3]])
+    num_kept = torch.tensor([3, 1], dtype=torch.int32)
+    both = {"k": heads.k, "u": kept.u, "decay": kept.summed}
+    behind = commit_states_reference(
+        held,
+        **{name: each.unflatten(0, (2, size)) for name, each in both.items()},
+        path=path,
+        num_kept=num_kept,
+    )
+    places = torch.tensor([[1, 3], [2 * size + 3, size]])
+    windows = next_windows_reference(given.rows, before(window), places)
+    commit_states(
+        state,
+        window,
+        SLOT_LIST,
+        k=heads.k,
+        u=kept.u,
+        summed=kept.summed,
+        inputs=given.rows,
+        path=path,
+        num_kept=num_kept,
+    )
+    near(state[[3, 2]], behind)
+    assert torch.equal(window[[3, 2]], windows)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_of_a_ragged_step_follow_on_one_another(delta: bool, dtype: torch.dtype) -> None:
+    lens, size = [17, 2], 16
+    state, window = parts()
+    heads, rates, _ = some_rows(sum(lens), delta=delta)
+    heads = HeadRows(*(each.to(dtype) for each in heads))
+    given = conv_inputs(sum(lens), window)
+    rows = torch.tensor([0, 16, 17, 0]).unsqueeze(1) + torch.arange(size)
+    chunks = Chunks(
+        reqs=torch.tensor([0, 0, 1, 2]),
+        rows=rows.clamp(max=sum(lens) - 1),
+        live=torch.zeros(4, size, dtype=torch.bool),
+        places=torch.tensor([*range(17), 32, 33]),
+    )
+    starts = torch.tensor([0, 17, 19], dtype=torch.int32)
+    held = before(state)
+    out = torch.full(heads.v.shape, torch.nan, dtype=dtype)
+    state_chunks(heads, rates, chunks, starts, state, given, out=out)
+    bound = 1e-5 if dtype is torch.float32 else 3e-2
+    wide = HeadRows(*(each.float() for each in heads))
+    for req, num in enumerate(lens):
+        mine = slice(int(starts[req]), int(starts[req + 1]))
+        v = wide.v[mine] if delta else wide.v[mine] * rates.rate[mine].unsqueeze(2)
+        beta = rates.rate[mine] if delta else None
+        told = StateRows(wide.q[mine], wide.k[mine], v, rates.decay[mine], beta)
+        causal = torch.ones(1, num, num, dtype=torch.bool).tril()
+        wanted = extend_states_reference(told, held[req : req + 1], causal, None)
+        whole = with_skip(wanted.out, HeadRows(wide.q, wide.k, wide.v[mine]), rates)
+        torch.testing.assert_close(out[mine].float(), whole, rtol=bound, atol=bound)
+        torch.testing.assert_close(
+            state[int(SLOT_LIST[req, 1])], wanted.states[0], rtol=bound, atol=bound
+        )
+    assert torch.equal(window[3], given.rows[15:17].mT)
+    assert torch.equal(window[2], given.rows[17:19].mT)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"sees": torch.ones(3, 1, 1, dtype=torch.bool)}, "sees must be"),
+        ({"sees": torch.ones(1, 2, 2, dtype=torch.bool)}, "q must be"),
+        ({"state": torch.zeros(SLOTS, HEADS, VALUE_DIM, KEY_DIM)}, "state must be contiguous"),
+    ],
+)
+def test_rows_of_another_form_are_refused(change: dict[str, Any], text: str) -> None:
+    state, window = parts()
+    heads, rates, _ = some_rows(2, delta=True)
+    args = {"sees": torch.ones(1, 1, 1, dtype=torch.bool), "state": state} | change
+    with pytest.raises(KernelArgumentError, match=text):
+        state_rows(heads, rates, given=conv_inputs(2, window), kept=None, out=heads.v, **args)
