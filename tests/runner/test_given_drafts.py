@@ -7,8 +7,9 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.modes import MaskKind
 from paceline.core.step import GivenDrafts
 from paceline.kernels.commit import Drafts
-from paceline.runner.buffers import PaddedSize, StepBuffers
+from paceline.runner.buffers import StepBuffers
 from paceline.runner.draft_paths import given_most, given_tree
+from paceline.runner.extents import PaddedSize
 from paceline.runner.proposer import DraftTree
 from paceline.runner.staging import StagingRing
 

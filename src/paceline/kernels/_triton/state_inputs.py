@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.core.model.config import READ
+from paceline.core.model.cache_groups import READ
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 

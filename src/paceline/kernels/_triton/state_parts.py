@@ -4,7 +4,7 @@ solution of a chunk."""
 import triton
 import triton.language as tl
 
-from paceline.core.model.config import READ, WRITE
+from paceline.core.model.cache_groups import READ, WRITE
 
 _READ, _WRITE = tl.constexpr(READ), tl.constexpr(WRITE)
 
