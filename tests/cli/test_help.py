@@ -75,7 +75,7 @@ def test_the_version_is_that_of_the_package():
         ("generate --promt x", "--prompt"),
         ("explain Llama-3.1-8B", "got 'Llama-3.1-8B'; did you mean llama-3.1-8b?"),
         ("explain Bundled", "got 'Bundled'; did you mean bundled?"),
-        ("explain qwen3", "did you mean qwen3-30b-a3b or qwen3-8b or qwen3-next-16-layers?"),
+        ("explain qwen3", "did you mean qwen3-30b-a3b or qwen3-8b or qwen3-embedding-0.6b?"),
         ("explain --gpu a100", "got a100; did you mean a100-40gb or a100-80gb?"),
         ("explain --dtype bfloat", "did you mean bfloat16?"),
         ("explain --attention-backend tritn", "got 'tritn'; did you mean triton?"),

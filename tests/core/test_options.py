@@ -41,7 +41,7 @@ def test_every_field_is_an_option_with_help_and_unique_flags():
         ({"model": None}, "model must be str, got None"),
         (
             {"speculative_algorithm": "NEXTN"},
-            "speculative_algorithm must be one of EAGLE, EAGLE3, NGRAM, STANDALONE, off, got "
+            "speculative_algorithm must be one of EAGLE, EAGLE3, MTP, NGRAM, STANDALONE, off, got "
             "'NEXTN'; set --speculative-algorithm accordingly or leave it out to let the engine",
         ),
         (
