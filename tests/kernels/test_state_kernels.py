@@ -223,3 +223,18 @@ def test_rows_of_another_form_are_refused(change: dict[str, Any], text: str) -> 
     args = {"sees": torch.ones(1, 1, 1, dtype=torch.bool), "state": state} | change
     with pytest.raises(KernelArgumentError, match=text):
         state_rows(heads, rates, given=conv_inputs(2, window), kept=None, out=heads.v, **args)
+
+
+@pytest.mark.parametrize("name", ["decay", "rate"])
+def test_rates_with_strides_are_refused_by_name(name: str) -> None:
+    state, window = parts()
+    heads, rates, _ = some_rows(2, delta=True)
+    rates = rates._replace(**{name: noise(2, 2 * HEADS)[:, ::2]})
+    given, sees = conv_inputs(2, window), torch.ones(1, 1, 1, dtype=torch.bool)
+    with pytest.raises(KernelArgumentError, match=f"^{name} must be float32 with contiguous rows"):
+        state_rows(heads, rates, sees, state, given, kept=None, out=torch.empty_like(heads.v))
+    places = torch.zeros(1, 2, dtype=torch.int64)
+    chunks = Chunks(reqs=places[:, 0], rows=places, live=places.bool(), places=places[0])
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(KernelArgumentError, match=f"^{name} must be float32 with contiguous rows"):
+        state_chunks(heads, rates, chunks, starts, state, given, out=torch.empty_like(heads.v))

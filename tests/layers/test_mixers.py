@@ -8,16 +8,23 @@ import pytest
 import torch
 from example_state_backend import PART, SumBackend
 from tiny_runner import make_tiny
+from torch import Tensor
 
 from paceline.attention import mixers
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import GraphSupport
+from paceline.attention.linear.inputs import GdnInputs
 from paceline.attention.registry import Choice
 from paceline.attention.states import StateConfig, unsupported_reasons
 from paceline.cache.pool import KVFormat
 from paceline.core.errors import BackendUnsupported, ConfigError, ModelError
 from paceline.core.model.config import Heads, LayerSpec, RowPart
 from paceline.core.modes import MaskKind
+from paceline.core.parallel import Parallel
+from paceline.layers.mixers.gated_delta import GatedDeltaNet
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
+from paceline.models.config import parse_config
 from paceline.speculate.draft_cache import DraftCache
 
 ATTENDS = LayerSpec(heads=Heads(2, 1, 8, 8))
@@ -222,3 +229,27 @@ def test_a_drafter_with_such_a_layer_is_refused(layer: LayerSpec, got: str, tmp_
             device=torch.device("cpu"),
             sinks=(),
         )
+
+
+def test_rates_have_memory_of_their_own() -> None:
+    """Where each key head has one value head, what a product gives is a view with strides."""
+    config = parse_config(
+        {"model_type": "qwen3_next", "hidden_size": 8, "vocab_size": 9, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 1}
+        | {"num_experts_per_tok": 1}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4}
+        | {"linear_value_head_dim": 4, "layer_types": ["linear_attention"]}
+    )
+    given: list[GdnInputs] = []
+
+    class Context:
+        def mix(self, layer_id: int, inputs: GdnInputs) -> Tensor:
+            given.append(inputs)
+            return torch.zeros(3, 2, 4)
+
+    placement = Placement(torch.device("cpu"), torch.float32, DENSE)
+    layer = GatedDeltaNet(config, 0, parallel=Parallel(), placement=placement)
+    layer(torch.zeros(3, 8), torch.arange(3), Context())
+    [inputs] = given
+    assert inputs.beta.is_contiguous()
+    assert inputs.decay.is_contiguous()

@@ -58,6 +58,7 @@ class StateConfig:
     parts: tuple[RowPart, ...]  # of each layer; their dtypes: None: that of activations
     state_every: int  # tokens between states that are kept
     graph: GraphSupport  # the least that is wanted; NEVER when graphs are off
+    round_rows: int = 1  # of a request in a round; 1: there are none
 
 
 def unsupported_reasons(can: StateCapabilities, wanted: StateConfig) -> list[str]:

@@ -54,11 +54,12 @@ def ragged_attention_reference(
         scores = q[rows].to(dtype).transpose(0, 1) @ wide_k.mT * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        hidden = _hidden(scores.shape[1], scores.shape[2], back=back, ahead=ahead)
+        if back is not None or ahead is not None:
+            hidden = _hidden(scores.shape[1], scores.shape[2], back=back, ahead=ahead)
+            scores.masked_fill_(hidden, -math.inf)
         if prefix_lens is not None and visible_end is not None:
             ends = visible_end[rows] - prefix_lens[request]
-            hidden = hidden | (torch.arange(scores.shape[2]) >= ends.unsqueeze(1))
-        scores.masked_fill_(hidden, -math.inf)
+            scores.masked_fill_(torch.arange(scores.shape[2]) >= ends.unsqueeze(1), -math.inf)
         normalizer = torch.logsumexp(scores, -1)  # [heads, rows]
         divisor = normalizer.masked_fill(normalizer == -math.inf, 0.0).unsqueeze(-1)
         out[rows].copy_((scores.sub_(divisor).exp_() @ wide_v).transpose(0, 1))

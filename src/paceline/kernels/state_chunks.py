@@ -9,7 +9,7 @@ from paceline.kernels._check import reject, require_triton
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.extend_states import Chunks
 from paceline.kernels.state_inputs import ConvInputs, HeadRows
-from paceline.kernels.state_rows import Rates
+from paceline.kernels.state_rows import Rates, require_rates
 
 
 def _launch(*arguments: object) -> None:
@@ -53,6 +53,7 @@ def state_chunks(
     if not state.is_contiguous() or state.shape[1:] != (value_heads, heads.k.shape[2], value_dim):
         expected = "contiguous [slots, value_heads, key_dim, value_dim]"
         reject("state", expected=expected, got=state, remedy="pass a layer's part")
+    require_rates(rates)
     solved = None
     if rates.is_delta:
         solved = heads.k.new_empty((num, value_heads, size, size))

@@ -6,6 +6,7 @@ round what its commit needs.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject, require_triton
@@ -20,6 +21,13 @@ class Rates(NamedTuple):
     rate: Tensor  # [tokens, value_heads]  float32  beta; without the delta rule times v is written
     skip: Tensor | None  # [value_heads]  times v is added to what is read
     is_delta: bool
+
+
+def require_rates(rates: Rates) -> None:
+    """Raise KernelArgumentError unless kernels can read them."""
+    for name, given in (("decay", rates.decay), ("rate", rates.rate)):
+        if given.stride(1) != 1 or given.dtype != torch.float32:
+            reject(name, expected="float32 with contiguous rows", got=given, remedy="copy it")
 
 
 class Kept(NamedTuple):
@@ -75,8 +83,7 @@ def state_rows(
                                                         heads.v.shape[2]):  # fmt: skip
         expected = "contiguous [slots, value_heads, key_dim, value_dim]"
         reject("state", expected=expected, got=state, remedy="pass a layer's part")
-    if rates.decay.stride(1) != 1 or rates.rate.stride(1) != 1:
-        reject("decay", expected="contiguous rows", got=rates.decay, remedy="copy it")
+    require_rates(rates)
     written = (None, None) if kept is None else kept
     _STATE_ROWS(
         *heads,

@@ -112,7 +112,8 @@ class StepContext:
     def of_readers(self, x: Tensor) -> Tensor:
         """x [padded_tokens, hidden] -> the same, 0 where the token's request brings no rows: such
         a one passes over what its layers make of them, biases too."""
-        return x * self._encoder().is_read
+        # A product would make NaN of what overflowed there.
+        return torch.where(self._encoder().is_read, x, 0)
 
     def attend_whole(
         self, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, *, by_triton: bool = False

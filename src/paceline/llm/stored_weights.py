@@ -1,7 +1,6 @@
 """StoredWeights: modules filled from where a model and its drafter were found."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,9 +12,6 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.loader import load_model
 from paceline.runner.runner_config import RunnerConfig
 from paceline.speculate.drafter import Drafter, Loading
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,8 +121,7 @@ def load_model(
             }
             checkpoint = ZerosBehind(checkpoint, absent)
             names |= {name: name for name in absent}
-        if isinstance(stored, Dequantised):
-            names = _without_idle(stored, names, destinations)
+        names = without_idle(stored, names, destinations)
         copy_weights(
             checkpoint,
             names,
@@ -203,10 +202,12 @@ def copy_weights(
     _finish(module, model)
 
 
-def _without_idle(
-    stored: Dequantised, names: dict[str, str], destinations: Named
+def without_idle(
+    stored: StoredTensors, names: dict[str, str], destinations: Named
 ) -> dict[str, str]:
-    """`names` without biases of zeros that no layer takes."""
+    """`names` without biases of zeros that no layer takes, which tools that quantise write."""
+    if not isinstance(stored, Dequantised):
+        return names
     return {
         canonical: name
         for canonical, name in names.items()

@@ -21,7 +21,7 @@ from paceline.core.model.cache_groups import usual_state_every
 from paceline.core.model.config import LayerSpec, ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.options.engine_options import EngineOptions, known
-from paceline.plan.speculation import Speculation
+from paceline.plan.speculation import Speculation, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +165,7 @@ def mixer_choices(
             parts=layer.state,
             state_every=every,
             graph=_graphs(options, speculation),
+            round_rows=shape_of(speculation).num_draft_tokens,
         )
 
     return choose_mixers(config.layers, options.linear_attention_backend, wanted)

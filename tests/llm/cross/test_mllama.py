@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +161,14 @@ def test_a_request_without_an_image_skips_those_layers(seer: Seer, monkeypatch: 
     theirs = seer.logits_of(PROMPTS[1], None)[-1].log_softmax(-1)
     [token] = output.outputs[0].token_ids
     assert abs(found[token].logprob - theirs[token].item()) > 1e-3
+
+
+def test_what_overflows_in_a_block_that_is_passed_over_stays_there() -> None:
+    encoder = SimpleNamespace(is_read=torch.tensor([[True], [False]]))
+    ctx: Any = SimpleNamespace(_encoder=lambda: encoder)
+    x = torch.tensor([[1.0, 2.0], [torch.inf, torch.nan]], dtype=torch.float16)
+    passed = StepContext.of_readers(ctx, x)
+    assert torch.equal(passed, torch.tensor([[1.0, 2.0], [0.0, 0.0]], dtype=torch.float16))
 
 
 def test_rows_of_another_width_are_refused(seer: Seer) -> None:

@@ -35,6 +35,7 @@ from transformers.cache_utils import MtpCache
 from covers import Cell, cell_name
 from paceline.core.errors import ConfigError, WeightsError
 from paceline.llm.llm import LLM
+from paceline.plan.explain import explain_model
 
 CASE = "deepseek_v3-bias-groups"
 KINDS = ["greedy", "top-p"]
@@ -131,6 +132,17 @@ def test_a_layer_that_is_not_there_is_named(checkpoint: Checkpoint, tmp_path: Pa
     kept = {name: tensor for name, tensor in tensors.items() if "eh_proj" not in name}
     save_file(kept, folder / "model.safetensors")
     assert "1 missing (fc.weight)" in refusal(folder)
+
+
+def test_a_checkpoint_saved_without_the_layer_is_refused_before_it_is_read(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint.folder, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    last = {name: tensor for name, tensor in tensors.items() if ".layers.2." not in name}
+    save_file(last, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"with tensors 'model.layers.2....', the layer that MTP"):
+        explain_model({"model": str(folder), "speculative_algorithm": "MTP"}, gpu="h200")
 
 
 def test_who_has_no_such_layer_is_told_so(checkpoint: Checkpoint, tmp_path: Path) -> None:

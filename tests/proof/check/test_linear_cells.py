@@ -92,7 +92,7 @@ def test_our_kernels_decode_as_the_oracle(method: str) -> None:
     assert result.status is Status.PROVEN, result.reason
 
 
-def test_keys_that_registers_cannot_hold_are_refused() -> None:
+def test_what_registers_cannot_hold_is_refused() -> None:
     asked = StateConfig(
         device_type="cpu",
         dtype=torch.float32,
@@ -100,10 +100,12 @@ def test_keys_that_registers_cannot_hold_are_refused() -> None:
         parts=LinearShape(key_heads=1, value_heads=1, key_dim=512, value_dim=8, conv_width=9).parts,
         state_every=64,
         graph=GraphSupport.ALWAYS,
+        round_rows=65,
     )
     backend = state_contender("triton", "gdn").backend
     assert isinstance(backend, StateBackend)
     assert backend.unsupported_reasons(asked) == [
         "convolution over 9 tokens, of up to 8",
         "keys of 512 numbers, of up to 256",
+        "rounds of 65 tokens, of up to 64",
     ]

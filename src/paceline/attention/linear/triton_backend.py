@@ -27,6 +27,7 @@ from paceline.kernels.state_rows import Kept, Rates, state_rows
 from paceline.kernels.step_view import GroupView, StepView
 
 MOST_KEY_DIM = 256  # rows of a state that a program holds in registers
+MOST_ROUND_ROWS = 64  # of a request, whose products with one another it holds too
 
 
 class TritonLinear(StateBackend[LinearBuffers, LinearPlan, Inputs]):
@@ -44,11 +45,13 @@ class TritonLinear(StateBackend[LinearBuffers, LinearPlan, Inputs]):
     )
 
     def unsupported_reasons(self, wanted: StateConfig) -> list[str]:
-        """Capabilities, whether Triton can run on this device, and how large keys are."""
+        """Capabilities, whether Triton can run on this device, how large keys and rounds are."""
         reasons = super().unsupported_reasons(wanted) + triton_reasons(wanted.device_type)
         key_dim = LinearShape.of({part.name: part.shape for part in wanted.parts}).key_dim
         if key_dim > MOST_KEY_DIM:
             reasons.append(f"keys of {key_dim} numbers, of up to {MOST_KEY_DIM}")
+        if wanted.round_rows > MOST_ROUND_ROWS:
+            reasons.append(f"rounds of {wanted.round_rows} tokens, of up to {MOST_ROUND_ROWS}")
         return reasons
 
     def make_buffers(self, limits: StateLimits) -> LinearBuffers:

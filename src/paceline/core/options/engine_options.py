@@ -1,7 +1,7 @@
 """EngineOptions: every knob of the engine, once.
 
 The command line, the benchmark and `LLM(...)` all take their names, defaults, help and aliases from
-these fields.  `None` means "decide for me"; `engine.resolve` removes it.  No torch.
+these fields.  `None` means "decide for me"; `plan.resolve` removes it.  No torch.
 """
 
 from collections.abc import Mapping
@@ -378,7 +378,7 @@ class EngineOptions:
 
 
 def known(value: T | None) -> T:
-    """The value of an option that `engine.resolve` has decided."""
+    """The value of an option that `plan.resolve` has decided."""
     assert value is not None, "resolve() decides every open value"
     return value
 

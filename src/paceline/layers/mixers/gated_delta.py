@@ -71,7 +71,7 @@ class GatedDeltaNet(nn.Module):
                 qkv=qkv.flatten(1),
                 conv_weight=self.conv_weight,
                 decay=rate.neg_(),
-                beta=beta.flatten(1).sigmoid_(),
+                beta=beta.flatten(1).sigmoid(),  # in memory of its own: a view has strides
             ),
         )
         # Qwen3-Next of transformers rounds what is normed, and gated_norm's NORM_GATE does not.

@@ -12,13 +12,14 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.locate import ModelSource
 from paceline.models.registry import architecture
 from paceline.models.size import META
+from paceline.models.weight_files import are_all_here
 from paceline.runner.runner_config import RunnerConfig
 from paceline.speculate.build import DraftPlacement, draft_cache, draft_passes
 from paceline.speculate.drafter import Algorithm, Drafter, Loading
 from paceline.speculate.feature_proposer import FeatureProposer
 from paceline.speculate.mtp.head import MtpHead, build_mtp_head
 from paceline.speculate.mtp.layout import Layout, layout_of, read_next_token
-from paceline.speculate.mtp.loader import load_mtp_head
+from paceline.speculate.mtp.loader import load_mtp_head, require_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,9 @@ class MtpAlgorithm(Algorithm):
         assert source is None, f"{self.name} has no draft model of its own"
         layout = layout_of(target)
         model = read_next_token(of.config, layout)
+        place = str(architecture(target.model_type).predicts).format(target.num_layers)
+        if options.load_format != "dummy" and of.folder is not None and are_all_here(of.folder):
+            require_layer(of, target.model_type, layout, place)
         return MtpDrafter(
             algorithm=self.name,
             shape=shape,
@@ -89,7 +93,7 @@ class MtpAlgorithm(Algorithm):
             tap_width=target.hidden_size,
             from_root=False,
             layout=layout,
-            place=str(architecture(target.model_type).predicts).format(target.num_layers),
+            place=place,
         )
 
 

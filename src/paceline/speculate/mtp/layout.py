@@ -16,6 +16,7 @@ from paceline.models.config import parse_config
 from paceline.models.fields import Fields
 
 LAYER = "layer"  # begins our names of the decoder layer's tensors
+OTHER_DRAFTERS = "name NGRAM, or a draft model with --speculative-draft-model-path"  # a remedy
 _COUNT = "num_nextn_predict_layers"
 
 
@@ -28,10 +29,14 @@ class Layout:
     shared: tuple[str, ...] = ()  # how names of copies of the target's tensors begin
     layer: str = ""  # how names of the decoder layer's tensors begin
 
-    def canonical(self, name: str, place: str) -> str | None:
-        """Our name of a stored tensor; None of one that is another's, or the target's too.
+    def names_of(self, names: Mapping[str, str], place: str) -> dict[str, str]:
+        """Our name -> stored name, of the tensors of the layer that the target has not.
 
-        place: how the names of this layer begin."""
+        names: as of `canonical_names`; place: how those of this layer begin."""
+        own = {self._canonical(name, place): stored for name, stored in names.items()}
+        return {name: stored for name, stored in own.items() if name is not None}
+
+    def _canonical(self, name: str, place: str) -> str | None:
         own = name.removeprefix(place)
         if own == name or own.startswith(self.shared):
             return None
@@ -80,7 +85,7 @@ def layout_of(target: ModelConfig) -> Layout:
             "speculative_algorithm",
             expected=f"MTP of a model of type {' or '.join(LAYOUTS)}",
             got=f"MTP, of {target.model_type}",
-            remedy="name NGRAM, or a draft model with --speculative-draft-model-path",
+            remedy=OTHER_DRAFTERS,
         )
     return LAYOUTS[target.model_type]
 
@@ -96,7 +101,7 @@ def read_next_token(config: Mapping[str, Any], layout: Layout) -> ModelConfig:
             f"config.json: {_COUNT}",
             expected="1, for MTP: one layer, which reads its own output for later drafts",
             got=count,
-            remedy="name NGRAM, or a draft model with --speculative-draft-model-path",
+            remedy=OTHER_DRAFTERS,
         )
     # The head is the target's, so that of this model is none.
     return replace(parse_config({**config, **layout.alone}), ends=frozenset())

@@ -1,16 +1,23 @@
 """From the target's checkpoint to an MtpHead with weights in it."""
 
+from paceline.core.errors import ConfigError
 from paceline.core.model.config import ModelConfig
 from paceline.models.causal_lm import CausalLM
-from paceline.models.checkpoint import StoredTensors
+from paceline.models.checkpoint import open_checkpoint
 from paceline.models.checkpoint_names import canonical_names
-from paceline.models.loader import copy_weights, fill_dummy, open_numbers
+from paceline.models.loader import (
+    copy_weights,
+    fill_dummy,
+    open_numbers,
+    weights_folder,
+    without_idle,
+)
 from paceline.models.locate import ModelSource
 from paceline.models.registry import architecture
 from paceline.models.stacked_experts import UnstackedExperts
 from paceline.speculate.drafter import Loading
 from paceline.speculate.mtp.head import MtpHead, build_mtp_head
-from paceline.speculate.mtp.layout import Layout
+from paceline.speculate.mtp.layout import OTHER_DRAFTERS, Layout
 
 
 def load_mtp_head(
@@ -41,18 +48,23 @@ def load_mtp_head(
         return head
     with open_numbers(source) as stored:
         checkpoint = UnstackedExperts(stored)
-        names = _names(checkpoint, source, config, layout, place)
-        copy_weights(checkpoint, names, head.destinations(), module=head, model=source.name)
+        file = architecture(config.model_type)
+        stored_names = canonical_names(checkpoint.names, file, model=source.name)
+        names = layout.names_of(stored_names, place)
+        destinations = head.destinations()
+        names = without_idle(stored, names, destinations)
+        copy_weights(checkpoint, names, destinations, module=head, model=source.name)
     return head
 
 
-def _names(
-    checkpoint: StoredTensors, source: ModelSource, config: ModelConfig, layout: Layout, place: str
-) -> dict[str, str]:
-    file = architecture(config.model_type)
-    found = {}
-    for name, stored in canonical_names(checkpoint.names, file, model=source.name).items():
-        own = layout.canonical(name, place)
-        if own is not None:
-            found[own] = stored
-    return found
+def require_layer(source: ModelSource, model_type: str, layout: Layout, place: str) -> None:
+    """Raise ConfigError where the files of `source` hold no such layer: headers are read alone."""
+    with open_checkpoint(weights_folder(source)) as checkpoint:
+        names = canonical_names(checkpoint.names, architecture(model_type), model=source.name)
+    if not layout.names_of(names, place):
+        raise ConfigError.about(
+            f"weights of '{source.name}'",
+            expected=f"with tensors '{place}...', the layer that MTP drafts with",
+            got="none: whoever saved them left it out",
+            remedy=OTHER_DRAFTERS,
+        )
