@@ -90,7 +90,7 @@ class RerankWriter(_PairsWriter):
 
     def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
         ranked = sorted(choices, key=lambda choice: -choice["relevance_score"])
-        return _listed(envelope, usage) | {"results": ranked[: self._top_n]}
+        return self.around(envelope, usage) | {"results": ranked[: self._top_n]}
 
 
 class ScoreWriter(_PairsWriter):
@@ -102,10 +102,4 @@ class ScoreWriter(_PairsWriter):
         return {"index": index, "object": "score", "score": self.scored(growth)}
 
     def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
-        return _listed(envelope, usage) | {"data": choices}
-
-
-def _listed(envelope: Document, usage: Document) -> Document:
-    """What both say around what was found."""
-    told = {name: envelope[name] for name in ("id", "object", "created", "model")}
-    return told | {"usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens")}}
+        return self.around(envelope, usage) | {"data": choices}
