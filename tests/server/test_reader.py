@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 import paceline
 from paceline.core.errors import ModelError, PacelineError, RequestError
 from paceline.server.bodies.counts import Room
-from paceline.server.bodies.reader import CHAT, COMPLETIONS, Reader
+from paceline.server.bodies.reader import CHAT, COMPLETIONS, RERANK, SCORE, Reader
 from paceline.server.bodies.worker import BodyWorker, ReaderFacts
 from paceline.server.errors import ApiError
 from paceline.text.tokenizer import Tokenizer
@@ -117,6 +118,36 @@ def test_what_a_large_body_holds_is_counted_before_it_is_built(name, value, text
         tracemalloc.stop()
     assert str(refused.value).startswith(text)
     assert peak < 4 * MIB
+
+
+def read_pairs(query: str, documents: list[str], context_len: int, texts: list[str]) -> None:
+    """texts: those that were encoded."""
+
+    def encoded(first: str, second: str) -> tuple[list[int], int]:
+        texts.append(second)
+        return [5] * (len(first) + len(second)), len(first)
+
+    tokenizer = SimpleNamespace(fewest_tokens=lambda *_: 0, encode_pair=encoded)
+    reader = replace(
+        make_reader(tokenizer, context_len), room=Room(context_len=context_len, max_open=5000)
+    )
+    for endpoint, names in ((RERANK, ("query", "documents")), (SCORE, ("text_1", "text_2"))):
+        body = {"model": "tiny"} | dict(zip(names, (query, documents), strict=True))
+        reader.read(endpoint, json.dumps(body).encode())
+
+
+def test_pairs_are_counted_with_the_query_in_each() -> None:
+    """Bytes before any is encoded, and tokens as they are."""
+    texts: list[str] = []
+    with pytest.raises(ApiError, match="documents must be at most 4194304 bytes in all pairs, got"):
+        read_pairs("\u00e4" * 2000, ["b"] * 1049, 8000, texts)
+    assert not texts
+    with pytest.raises(
+        ApiError, match="documents must be at most 2048 tokens in all pairs, got 20"
+    ):
+        read_pairs("aaaaaaa", ["b"] * 4000, 8, texts)
+    assert len(texts) == 257
+    read_pairs("aaaaaaa", ["b"] * 256, 8, texts)
 
 
 @pytest.mark.parametrize(

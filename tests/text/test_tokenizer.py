@@ -44,7 +44,9 @@ def _core(adds_bos: bool) -> tokenizers.Tokenizer:
     core.train_from_iterator(["some text to learn from"], trainer)
     if adds_bos:
         core.post_processor = processors.TemplateProcessing(
-            single=f"{BOS} $A", special_tokens=[(BOS, core.token_to_id(BOS))]
+            single=f"{BOS} $A",
+            pair=f"{BOS} $A $B:1",
+            special_tokens=[(BOS, core.token_to_id(BOS))],
         )
     return core
 
@@ -78,6 +80,20 @@ def test_the_begin_token_is_added_as_configured_and_once(
     assert tokenizer.encode("").count(bos) == expected
     assert tokenizer.encode(f"{BOS}text").count(bos) == 1
     assert tokenizer.encode("text", add_special_tokens=False).count(bos) == 0
+
+
+@pytest.mark.parametrize(
+    ("adds_bos", "add_bos_token", "expected"),
+    [(True, None, 1), (True, False, 0), (False, None, 0), (False, True, 1)],
+)
+def test_a_pair_begins_as_one_text_does(tmp_path, adds_bos, add_bos_token, expected):
+    folder = _folder(tmp_path, adds_bos=adds_bos, add_bos_token=add_bos_token)
+    tokenizer = Tokenizer.from_folder(folder)
+    bos, plain = tokenizer.bos_token_id, tokenizer.encode("texta", add_special_tokens=False)
+    num_second = int(adds_bos)  # who adds none here has one type
+    begun, wanted = [bos, *plain], [bos] * expected + plain
+    assert tokenizer.encode_pair("text", "a") == (wanted, len(wanted) - num_second)
+    assert tokenizer.encode_pair(f"{BOS}text", "a") == (begun, len(begun) - num_second)
 
 
 def test_special_ids_and_round_trip(tmp_path):

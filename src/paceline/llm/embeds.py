@@ -16,6 +16,7 @@ from paceline.core.request.input_rows import EncoderInput, InputRows
 ENCODER_INPUT = "encoder_input"  # a prompt's key
 
 Rows = Tensor | np.ndarray  # [num_tokens, hidden]  floats
+_UNREADABLE = (TypeError, ValueError)  # of torch: arrays of objects, or of negative strides
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,9 +47,13 @@ def read_embeds(
     """Ascending, in the model's dtype, in memory of their own.  Raises RequestError."""
     found: list[InputRows] = []
     for each in sorted(embeds, key=lambda one: one.start):
-        rows = torch.as_tensor(each.rows)
+        floats = f"floats [num_tokens, {hidden_size}]"
+        try:
+            rows = torch.as_tensor(each.rows)
+        except _UNREADABLE as error:
+            raise _error(floats, str(error)) from error
         if rows.dim() != 2 or rows.shape[1] != hidden_size or not rows.is_floating_point():
-            raise _error(f"floats [num_tokens, {hidden_size}]", _shown(rows))
+            raise _error(floats, _shown(rows))
         low, stop = found[-1].stop if found else 0, each.start + rows.shape[0]
         if each.start < low or not each.start < stop <= num_tokens:
             expected = f"rows of tokens {low} to {num_tokens - 1}, none of them twice"
@@ -87,7 +92,12 @@ def read_encoder_input(
     if not isinstance(value, Rows):
         got = "nothing" if value is None else type(value).__name__
         raise RequestError.about(ENCODER_INPUT, expected=floats, got=got, remedy=remedy)
-    given = torch.as_tensor(value)
+    try:
+        given = torch.as_tensor(value)
+    except _UNREADABLE as error:
+        raise RequestError.about(
+            ENCODER_INPUT, expected=floats, got=str(error), remedy=remedy
+        ) from error
     frames = given.shape[1 if wanted.width_first else 0] if given.dim() == 2 else 0
     fits = given.shape == wanted.shape(frames) and frames <= most and given.is_floating_point()
     if not fits:

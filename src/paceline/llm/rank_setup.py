@@ -63,7 +63,9 @@ def planned(prepared: Prepared, num_pages: tuple[int, ...], peers: PeerMemory | 
     """Of this process."""
     drafter = None if prepared.speculation is None else prepared.speculation.drafter.source
     stored = prepared.options.load_format != "dummy"
-    sources = [each for each in (prepared.source, drafter) if each is not None]
+    sources = [prepared.source]
+    if drafter is not None and drafter != prepared.source:  # MTP's is the target's
+        sources.append(drafter)
     return Planned(
         options=unusual(prepared.options),
         weights=_fingerprint(sources, stored=stored),
@@ -81,9 +83,13 @@ def unusual(options: EngineOptions) -> dict[str, Any]:
 
 
 def _fingerprint(sources: Sequence[ModelSource], *, stored: bool) -> str:
-    """Of configurations, and of the names, sizes and times of the files beside weights."""
-    seen: list[Any] = [source.config for source in sources]
-    folders = [source.folder for source in sources if source.folder is not None and stored]
+    """Of configurations, and of the names, sizes and times of the files beside weights, those of
+    Dense modules too."""
+    seen: list[Any] = [
+        (each.config, each.modules, each.pooling_config, each.dense) for each in sources
+    ]
+    found = [(each.folder, each.dense) for each in sources if each.folder is not None and stored]
+    folders = [folder / name for folder, dense in found for name in ("", *dense)]
     for path in [path for folder in folders for path in sorted(folder.iterdir())]:
         facts = path.stat()
         seen.append((path.name, facts.st_size, facts.st_mtime_ns))

@@ -6,6 +6,7 @@ and nothing else: its head is not read.  Any other generates and scores; with `-
 vectors, too.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ _MODES = {
     "mean_tokens": Pooling.MEAN,
     "lasttoken": Pooling.LAST,
 }
-_KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+_IN_ORDER = re.compile(r"Transformer Pooling( Dense)*( Normalize)?")  # they are computed so
 _ACTS = {
     "Identity": None,
     "Tanh": "tanh",
@@ -91,12 +92,12 @@ def _is_body(architectures: object) -> bool:
 
 def _said(modules: Sequence[Any], pooling: Mapping[str, Any]) -> Pooling:
     """The pooling that files of sentence-transformers ask for."""
-    others = [name for name in _types(modules) if name not in _KNOWN_MODULES]
-    if others:
+    types = _types(modules)
+    if not _IN_ORDER.fullmatch(" ".join(types)):
         raise ModelError.about(
             "modules.json",
-            expected=f"modules among {', '.join(_KNOWN_MODULES)}",
-            got=others[0],
+            expected="Transformer, Pooling, any number of Dense, and at most one Normalize, last",
+            got=", ".join(types) or "none",
             remedy="use a model whose vectors are pooled hidden states",
         )
     modes = [

@@ -82,6 +82,11 @@ class WholeWriter(Writer):
     ) -> list[Document]:
         raise AssertionError("it is no stream")
 
+    def around(self, envelope: Document, usage: Document) -> Document:
+        """What one that generates nothing says around what was found."""
+        told = {name: envelope[name] for name in ("id", "object", "created", "model")}
+        return told | {"usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens")}}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:

@@ -133,24 +133,29 @@ class Tokenizer:
         _check_text(text)
         if not add_special_tokens or self._add_bos is False:
             return self._ids(text, add_special_tokens=False)
-        ids = self._ids(text, add_special_tokens=True)
+        return self._begun(self._ids(text, add_special_tokens=True))
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """(token ids of both with what the tokenizer puts between and around them, the first that
+        is of the second type; their number where it has one type).  It begins as what `encode`
+        makes, which raises the same."""
+        for text in (first, second):
+            _check_text(text)
+        pair, special = (first, second), self._add_bos is not False
+        (found,) = self._core.encode_batch_fast([pair], add_special_tokens=special)
+        plain, types = list(found.ids), found.type_ids
+        ids = self._begun(plain) if special else plain
+        second_from = types.index(1) if 1 in types else len(types)
+        return ids, second_from + len(ids) - len(plain)
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """With the begin token where the model's configuration asks for it, and never twice."""
         bos = self.bos_token_id
         if bos is None:
             return ids
         if ids[:2] == [bos, bos]:
             return ids[1:]
         return [bos, *ids] if self._add_bos and ids[:1] != [bos] else ids
-
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """(token ids of both with what the tokenizer puts between and around them, the first that
-        is of the second type; their number where it has one type).  Raises as `encode`."""
-        for text in (first, second):
-            _check_text(text)
-        pair, special = (first, second), self._add_bos is not False
-        (found,) = self._core.encode_batch_fast([pair], add_special_tokens=special)
-        types = found.type_ids
-        second_from = types.index(1) if 1 in types else len(types)
-        return list(found.ids), second_from
 
     def fewest_tokens(self, text: str, enough: int) -> int:
         """How many tokens `text` has at least; no more of it is read than shows that they are

@@ -148,6 +148,8 @@ def test_a_graph_captured_over_padding_reads_rows(audio: Audio, said: Any) -> No
         (torch.zeros(MELS + 1, 4), rf"float32 \[{MELS + 1}, 4\]"),
         (torch.zeros(MELS, MOST_FRAMES + 1), rf"float32 \[{MELS}, {MOST_FRAMES + 1}\]"),
         (torch.zeros(MELS, 4, dtype=torch.int64), rf"int64 \[{MELS}, 4\]"),
+        (torch.zeros(MELS, 4).numpy()[::-1], "At least one stride .*"),
+        (torch.zeros(MELS, 4).numpy().astype(object), "can't convert .*"),
     ],
 )
 def test_other_input_is_refused_and_the_rest_goes_on(

@@ -213,6 +213,8 @@ ROWS = torch.zeros(4, 64)
         ([5] * 4, [1.0], "must be a tensor [num_tokens, hidden], or Embeds, got list"),
         ([5] * 4, ROWS[:, :3], "must be floats [num_tokens, 64], got float32 [4, 3]"),
         ([5] * 4, ROWS.int(), "got int32 [4, 64]"),
+        ([5] * 4, ROWS.numpy()[::-1], "must be floats [num_tokens, 64], got At least one stride"),
+        ([5] * 4, ROWS.numpy().astype(object), "floats [num_tokens, 64], got can't convert"),
         ([5] * 3, ROWS, "must be rows of tokens 0 to 2, none of them twice, got 4 rows from token"),
         ([5] * 9, [Embeds(0, ROWS), Embeds(3, ROWS)], "must be rows of tokens 4 to 8"),
         ([5] * 9, [Embeds(-1, ROWS)], "got 4 rows from token -1 on"),

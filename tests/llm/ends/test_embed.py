@@ -16,6 +16,9 @@ from paceline.core.modes import End, Pooling
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs
 from paceline.llm.ends.vectors import VectorParams, embeddings
+from paceline.models.config import parse_config
+from paceline.models.ends import with_ends
+from paceline.models.locate import locate
 
 LENGTHS = (40, 1, 9, 33, 17, 16)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -204,12 +207,26 @@ def test_a_pooling_that_is_not_known_is_refused(tmp_path: Path, change: Any, tex
         make_llm(embedder)
 
 
-def test_modules_that_compute_more_are_refused(tmp_path: Path) -> None:
-    embedder = make_embedder(tmp_path)
-    path = tmp_path / "modules.json"
-    path.write_text(path.read_text().replace("models.Normalize", "models.Dense"))
-    with pytest.raises(ModelError, match=r"^modules\.json must be modules among .*, got Dense"):
-        make_llm(embedder)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("Transformer", "Pooling", "Dense", "LayerNorm"),
+        ("Transformer", "Pooling", "Normalize", "Dense"),
+        ("Transformer", "Dense", "Pooling"),
+        ("Transformer", "Pooling", "Normalize", "Normalize"),
+        ("Pooling", "Transformer"),
+    ],
+)
+def test_modules_of_another_kind_or_order_are_refused(
+    checkpoint: Checkpoint, kinds: tuple[str, ...]
+) -> None:
+    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    pooling = {"pooling_mode_lasttoken": True}
+    source = replace(locate(str(checkpoint.folder)), modules=modules, pooling_config=pooling)
+    config = parse_config(source.config, source.generation_config)
+    text = f"^modules.json must be Transformer, Pooling, any .*, got {', '.join(kinds)};"
+    with pytest.raises(ModelError, match=text):
+        with_ends(config, source, None)
 
 
 def test_the_files_of_a_body_may_be_silent_or_overruled(tmp_path: Path) -> None:

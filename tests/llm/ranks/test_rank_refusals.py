@@ -2,8 +2,9 @@
 are processes that are not alike."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,29 @@ def test_weights_of_other_files_are_other_weights(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes() + b"\0")
     assert planned(prepared, pages, None).weights != first.weights
     assert planned(prepared, pages, None).options == first.options
+
+
+def test_files_of_dense_modules_are_weights_and_the_targets_count_once(tmp_path: Path) -> None:
+    """MTP's drafter is of the target's own files."""
+    make_checkpoint("llama-gqa2-untied", tmp_path)
+    (tmp_path / "2_Dense").mkdir()
+    weights = tmp_path / "2_Dense" / "model.safetensors"
+    weights.write_bytes(b"\0")
+    plain = prepare({"model": str(tmp_path)})
+    dense = {"2_Dense": {"in_features": 64}}
+    own = {"modules": [{"type": "a.Dense"}], "pooling_config": {"mode": "cls"}, "dense": dense}
+
+    def told(drafted: bool = False, **own: Any) -> str:
+        source = replace(plain.source, **own)
+        drafter = SimpleNamespace(drafter=SimpleNamespace(source=source)) if drafted else None
+        return planned(replace(plain, source=source, speculation=drafter), (), None).weights
+
+    first = told()
+    assert len({first, *(told(**{name: said}) for name, said in own.items())}) == 4
+    assert told(drafted=True) == first
+    before = told(**own)
+    weights.write_bytes(b"\0\0")
+    assert told(**own) != before
 
 
 def test_every_difference_of_every_rank_is_told() -> None:

@@ -103,13 +103,13 @@ def test_what_is_wrong_is_a_400_that_says_so(world, path, body, text, param) -> 
     assert error["param"] == param
 
 
-def test_a_model_that_scores_no_pairs_says_what_it_does() -> None:
+@pytest.mark.parametrize("path", ["rerank", "score"])
+def test_a_model_that_scores_no_pairs_says_what_it_does_and_reads_no_body(path: str) -> None:
     with serving(small_llm()) as server:
-        body = {"model": "tiny", "query": "a", "documents": ["b"]}
-        sent = httpx.post(f"{server.url}/v1/rerank", json=body)
+        sent = httpx.post(f"{server.url}/v1/{path}", json={"model": "tiny", "query": 5})
         wait_until(server.is_idle)
     assert sent.status_code == 400
-    text = "the request must be one of what this model does: generate, score, got score pairs; serv"
+    text = "model must be one that scores pairs, got one that does generate, score; serve a cross-e"
     assert sent.json()["error"]["message"].startswith(text)
 
 

@@ -41,6 +41,8 @@ _CONVERSATIONS: Mapping[str, type[ChatRequest | CountRequest | ResponsesRequest]
 
 TOLD = (COUNT, TOKENIZE, DETOKENIZE)  # nothing of it goes to the engine
 _MOST_CONTEXTS = 16  # of tokens that /tokenize tells
+_MOST_OF_PAIRS = 256  # contexts of tokens, of all pairs of a body together
+_MOST_BYTES_OF_PAIRS = 1 << 22  # a text of many pairs counts in each, as it is encoded in each
 _NOTHING_SAMPLED = {"max_tokens": 1, "temperature": 0.0}
 _OF_END = {End.SCORE: {"max_tokens"}, End.POOL: _NOTHING_SAMPLED.keys()}  # nobody asked for them
 
@@ -197,6 +199,10 @@ class Reader:
         self.check_model(asked.model)
         require_possible(len(asked.pairs), self.room.max_open)
         tokenizer, most = self.require_tokenizer(), self.room.context_len
+        num_bytes = num_tokens = 0
+        for pair in asked.pairs:  # before what takes longer
+            num_bytes += sum(len(text.encode(errors="replace")) for text in pair)
+            _require_few_of_pairs(num_bytes, _MOST_BYTES_OF_PAIRS, "bytes", param)
         joined = []
         for pair in asked.pairs:
             fewest = max(tokenizer.fewest_tokens(text, most + 1) for text in pair)
@@ -204,6 +210,8 @@ class Reader:
                 self._require_room(fewest, 0, param, got=f"at least {fewest}")
             joined.append(tokenizer.encode_pair(*pair))
             self._require_room(len(joined[-1][0]), 0, param)
+            num_tokens += len(joined[-1][0])
+            _require_few_of_pairs(num_tokens, _MOST_OF_PAIRS * most, "tokens", param)
         return Reading(
             prompts=[ids for ids, _ in joined],
             second_from=[second for _, second in joined],
@@ -313,6 +321,14 @@ class Reader:
             expected = "sent to a model with tokenizer.json"
             raise ModelError.about("text", expected=expected, got="one without", remedy=remedy)
         return self.tokenizer
+
+
+def _require_few_of_pairs(count: int, most: int, unit: str, param: str) -> None:
+    """Raise 400 for pairs that are too long together, each with both of its texts."""
+    if count > most:
+        expected, got = f"at most {most} {unit} in all pairs", f"{count} or more"
+        remedy = "send fewer pairs at once"
+        raise ApiError.about(param, expected=expected, got=got, remedy=remedy, param=param)
 
 
 def _pooling(asked: EmbeddingsRequest | RerankRequest | ScoreRequest) -> dict[str, Any]:

@@ -21,11 +21,28 @@ def add_pairs(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/rerank", openapi_extra=body_schema(RerankRequest))
     async def rerank(request: Request) -> Response:
+        _require_scores(service)
         return await answered(service, RERANK, _rerank_job, request)
 
     @app.post("/v1/score", openapi_extra=body_schema(ScoreRequest))
     async def score(request: Request) -> Response:
+        _require_scores(service)
         return await answered(service, SCORE, _score_job, request)
+
+
+def _require_scores(service: Service) -> None:
+    """Raise ApiError, before a body is read, unless the model makes one score of a pair."""
+    made = service.vectors
+    if made.label_act is None:
+        got, remedy = f"one that does {', '.join(service.ends)}", "serve a cross-encoder"
+        raise _other_model("one that scores pairs", got, remedy)
+    if made.width != 1:
+        remedy = "ask LLM.score_pairs, or serve a cross-encoder"
+        raise _other_model("one with one label", f"one with {made.width}", remedy)
+
+
+def _other_model(expected: str, got: str, remedy: str) -> ApiError:
+    return ApiError.about("model", expected=expected, got=got, remedy=remedy, param="model")
 
 
 def _rerank_job(service: Service, asked: Reading) -> Job:
@@ -38,18 +55,10 @@ def _score_job(service: Service, asked: Reading) -> Job:
 
 
 def _scorer(service: Service, asked: Reading) -> Callable[[bytes], float]:
-    """From what was pooled of a pair to its score.  Raises ApiError for a model of more labels; of
-    one that scores no pairs the engine says what it does instead."""
-    made = service.vectors
-    if made.label_act is not None and made.width != 1:
-        raise ApiError.about(
-            "model",
-            expected="one with one label",
-            got=f"one with {made.width}",
-            remedy="ask LLM.score_pairs, or serve a cross-encoder",
-            param="model",
-        )
-    act = IDENTITY if asked.raw or made.label_act is None else made.label_act
+    """From what was pooled of a pair to its score."""
+    own = service.vectors.label_act
+    assert own is not None, "others were refused"
+    act = IDENTITY if asked.raw else own
 
     def score(pooled: bytes) -> float:
         [found] = scores_of(pooled, act)
@@ -90,7 +99,7 @@ class RerankWriter(_PairsWriter):
 
     def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
         ranked = sorted(choices, key=lambda choice: -choice["relevance_score"])
-        return _listed(envelope, usage) | {"results": ranked[: self._top_n]}
+        return self.around(envelope, usage) | {"results": ranked[: self._top_n]}
 
 
 class ScoreWriter(_PairsWriter):
@@ -102,10 +111,4 @@ class ScoreWriter(_PairsWriter):
         return {"index": index, "object": "score", "score": self.scored(growth)}
 
     def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
-        return _listed(envelope, usage) | {"data": choices}
-
-
-def _listed(envelope: Document, usage: Document) -> Document:
-    """What both say around what was found."""
-    told = {name: envelope[name] for name in ("id", "object", "created", "model")}
-    return told | {"usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens")}}
+        return self.around(envelope, usage) | {"data": choices}

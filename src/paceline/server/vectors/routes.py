@@ -56,12 +56,4 @@ class EmbeddingsWriter(WholeWriter):
         return {"object": "embedding", "index": index, "embedding": told}
 
     def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
-        counted = {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
-        return {
-            "id": envelope["id"],
-            "object": self.kind,
-            "created": envelope["created"],
-            "model": envelope["model"],
-            "data": choices,
-            "usage": counted,
-        }
+        return self.around(envelope, usage) | {"data": choices}

@@ -83,12 +83,12 @@ class ScoreRequest(PairsRequest, frozen=True, kw_only=True):
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """(text_1, text_2) of each; one of text_1 goes with all of text_2."""
-        first, second = (_listed(each) for each in (self.text_1, self.text_2))
+        first, second = (_as_texts(each) for each in (self.text_1, self.text_2))
         return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
     def check(self, place: Place) -> None:
         Wire.check(self, place)
-        first, second = (len(_listed(each)) for each in (self.text_1, self.text_2))
+        first, second = (len(_as_texts(each)) for each in (self.text_1, self.text_2))
         if first not in (1, second):
             raise ApiError.about(
                 "text_1",
@@ -99,5 +99,5 @@ class ScoreRequest(PairsRequest, frozen=True, kw_only=True):
             )
 
 
-def _listed(sent: str | list[str]) -> list[str]:
+def _as_texts(sent: str | list[str]) -> list[str]:
     return [sent] if isinstance(sent, str) else sent
