@@ -22,6 +22,12 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository: nobody knows what is kept")
+def test_nothing_that_is_ignored_is_kept():
+    words = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    assert not subprocess.check_output(words, cwd=ROOT, text=True)
+
+
 def test_tests_follow_the_rooms():
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests"}
     rooms = {path.parent.name for path in (ROOT / "src" / "paceline").glob("*/__init__.py")}

@@ -263,5 +263,6 @@ def test_limits_of_forms_go_to_the_engine(monkeypatch, more):
     words = [str(word) for pair in zip(flags, more, strict=False) for word in pair]
     done = CliRunner().invoke(app, ["serve", "--port", "0", *words])
     assert "no engine" in done.output
-    usual = FormLimits()
+    usual, limits = FormLimits(), ServerLimits()
+    assert (limits.max_forms, limits.max_forms_per_client) == (usual.of_all, usual.of_client)
     assert heard == [more or (usual.of_all, usual.of_client)]

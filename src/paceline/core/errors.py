@@ -8,6 +8,7 @@
     ├── RequestError           one request is wrong; the others go on
     │   └── CapacityError        a request that can never fit, with the numbers
     ├── BusyError              a full queue; the same request may be sent again later
+    │   └── FormsError           more different forms of answers at once than are followed
     ├── ShareError             a client that has as much at once as it may; others go on
     ├── DeadlineError          a request that was not answered in the time it gave
     ├── KernelArgumentError    a tensor of the wrong shape, dtype, stride or device

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import message
 from paceline.core.options.engine_options import MAX_QUEUED
+from paceline.server.border.live_forms import FormLimits
 from paceline.server.errors import ApiError
 
 
@@ -16,8 +17,8 @@ class ServerLimits:
     """What is refused beyond; times in seconds.  `paceline serve --help` tells each in full."""
 
     max_queued: int = MAX_QUEUED  # completions that wait, beside the max_num_seqs that run
-    max_forms: int = 256  # different ones of answers, of all clients at once
-    max_forms_per_client: int = 64
+    max_forms: int = FormLimits().of_all  # different ones of answers, of all clients at once
+    max_forms_per_client: int = FormLimits().of_client
     max_body_mib: int = 16  # of one request's body
     max_connections: int = 4096  # open at once
     header_s: float = 10.0  # from a connection, or the first byte of a request, to its last header

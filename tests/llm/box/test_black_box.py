@@ -179,6 +179,52 @@ def test_steps_that_bring_much_are_fewer(
     assert "4 steps left it early: --black-box-bytes is 1200000" in caplog.text
 
 
+@pytest.mark.parametrize("end", ["by the device", "by the host", "not yet"])
+def test_what_has_ended_keeps_no_tensors(tmp_path: Path, end: str) -> None:
+    """Nor embeddings whose tokens have been computed; a picture stays while its request runs."""
+    running = [SimpleNamespace(request_id="ab"[row - 1], row=row, arrival=row) for row in (1, 2)]
+    scheduler: Any = SimpleNamespace(running=running)
+    made = Made(config_sha256="", options={}, chosen=(), num_pages=(9,), device="cpu", versions={})
+    box = BlackBox(tmp_path, scheduler, made, kept_steps=2)
+    overlay = OverlayDelta(row=1, start=0, slots=(1,), source=ROWS)
+    first = (replace(JOIN, encoder=PICTURE), overlay, replace(JOIN, row=2))
+    for epoch in range(1, 6):
+        code = FinishCode.RUNNING
+        if epoch == 2 and end == "by the device":
+            code = FinishCode.LENGTH
+        if epoch == 3 and end == "by the host":
+            del running[0]
+        step = Step(
+            epoch=epoch,
+            layout=StepLayout(rows=(1,) if epoch < 3 else (2,), extend_lens=(1,), emits=(True,)),
+            is_ragged=False,
+            prefix_lens_bound=(1,),
+            sampler=SamplerTier.GREEDY,
+            logprobs=False,
+            deltas=first if epoch == 1 else (),
+        )
+        box.note(step)
+        box.note_outputs(StepOutputs(epoch=epoch, token_ids=((7,),), finish=(code,), logprobs=None))
+        if epoch == 3:
+            assert box._rows.holding() == {1}, "a step that is kept goes on with it"
+    assert not box._rows[1].overlays
+    assert box._rows.holding() == ({1} if end == "not yet" else set())
+
+
+def test_a_file_of_format_1_is_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """There `tells_drafts` was a bool."""
+    with boxed(checkpoint, tmp_path) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        llm.keep_stuck("nowhere")
+    [record], [path] = written(tmp_path), tmp_path.iterdir()
+    found = json.loads(path.read_text())
+    assert found["format"] == 2
+    found["format"] = 1
+    for step in found["steps"]:
+        step["tells_drafts"] = True
+    assert decode_record("x", json.dumps(found).encode()) == record
+
+
 def test_bytes_without_a_folder_are_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(ConfigError, match="black_box_bytes must be given with --black-box-dir"):
         make_llm(checkpoint, black_box_bytes="1MiB")
@@ -287,8 +333,13 @@ def test_a_folder_that_cannot_be_written_is_refused(
     ("data", "text"),
     [
         (b"{", "black box file 'x' must be what a black box wrote, got Input data was truncated"),
-        (b'{"format": 0}', "must be of format 1, got format 0; give a file of --black-box-dir"),
+        (
+            b'{"format": 0}',
+            "must be of format 1 or 2, got format 0; give a file of --black-box-dir",
+        ),
         (b'{"format": 1}', "Object missing required field"),
+        (b'{"format": 1, "steps": [3]}', "Expected `object`, got `int`"),
+        (b'{"format": 2}', "Object missing required field"),
     ],
     ids=str,
 )

@@ -168,6 +168,7 @@ def test_a_client_with_too_many_forms_gets_429(server, monkeypatch):
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "too_much_at_once")
     assert "send it again when one of them has ended" in error["message"]
+    assert "or raise --max-forms-per-client of the server" in error["message"]
     assert post(server).status_code == 200
     error = as_api_error(ShareError("x")).document("/v1/messages")["error"]
     assert error["type"] == "rate_limit_error"

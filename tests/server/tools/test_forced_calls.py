@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import jsonschema
@@ -33,17 +34,29 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
+@contextmanager
+def serving_tools(folder, marks):
     """The bundled model behind a template that shows tools."""
-    folder = tmp_path_factory.mktemp("model")
     for path in BUNDLED.iterdir():
         if path.is_file():
             shutil.copy(path, folder)
-    template = "{{ (tools | length) if tools }}<tool_call></tool_call>{{ messages[-1].content }}"
+    template = f"{{{{ (tools | length) if tools }}}}{marks}{{{{ messages[-1].content }}}}"
     (Path(folder) / "chat_template.jinja").write_text(template)
     with serving(small_llm(model=str(folder))) as server:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with serving_tools(tmp_path_factory.mktemp("model"), "<tool_call></tool_call>") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def elements_client(tmp_path_factory):
+    """Of a model that writes arguments as elements."""
+    with serving_tools(tmp_path_factory.mktemp("model"), "<tool_call><arg_key>") as client:
+        yield client
 
 
 def test_a_named_tool_is_called_with_arguments_of_its_schema(client) -> None:
@@ -123,6 +136,83 @@ def test_llguidance_takes_what_the_format_writes_and_the_parser_reads_it(name, h
 
 
 XML = ("qwen3_coder", "glm")
+
+
+def matcher_of(tool, name):
+    """Of one call."""
+    llguidance = pytest.importorskip("llguidance")
+    core = llguidance.LLTokenizer(Tokenizer.from_folder(BUNDLED).to_json())
+    grammar = calls_grammar([tool], Form(tools=name, is_one_call=True))
+    return llguidance.LLMatcher(core, llguidance.LLMatcher.grammar_from_lark(grammar))
+
+
+def goes_on(matcher, text):
+    """Whether the whole text may come next."""
+    tokens = Tokenizer.from_folder(BUNDLED).encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("schema", [{}, {"enum": ["Paris"]}, {"type": "integer"}])
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("glm", "</arg_value>"), ("qwen3_coder", "\n</parameter>"), ("qwen3_coder", "</parameter>")],
+)
+def test_a_grammar_ends_a_value_where_the_reader_does(name, end, schema) -> None:
+    """With no line end behind it, as GLM-4.7 writes: the call is whole, and nothing may follow."""
+    value = "3" if "type" in schema else "Paris"
+    if schema and end == "</parameter>":
+        value += "\n"  # where the text is free the reader needs none
+    parameters = {"properties": {"city": schema}, "required": ["city"]}
+    tool = Tool(type="function", function=Function(name="f", parameters=parameters))
+    about = TOOL_FORMATS[name]
+    text = f"{about.before % 'f'}{about.elements.before_value % 'city'}{value}{end}{about.after}"
+    form = Form(tools=name, types={"f": kinds_of(parameters)})
+    (call,) = message_of(Speech(form).push(text, is_end=True))["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": 3 if value[0] == "3" else "Paris"}
+    matcher = matcher_of(tool, name)
+    assert goes_on(matcher, text)
+    assert matcher.is_accepting()
+    assert not goes_on(matcher, " and more")
+
+
+@pytest.mark.parametrize("name", ["hermes", *XML])
+def test_blanks_of_arguments_are_ours_to_allow(name) -> None:
+    """They would have no end."""
+    loose = {"x-guidance": {"whitespace_flexible": True}}
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"], **loose}
+    outer = {"properties": {"a": inner}, "required": ["a"], **(loose if name == "hermes" else {})}
+    matcher = matcher_of(Tool(type="function", function=Function(name="f", parameters=outer)), name)
+    about = TOOL_FORMATS[name]
+    opens = '{"a": ' if about.elements is None else about.elements.before_value % "a"
+    assert goes_on(matcher, f'{about.opening}{about.before % "f"}{opens}{{"b":')
+    assert not goes_on(matcher, "  1")
+
+
+REQUIRED = r"tools\[0\].function.parameters.required must be a list of names"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "choice", "refused"),
+    [
+        ({"properties": {"a": {"enum": 5}}}, "auto", None),
+        ({"properties": {"a": {"enum": 5}}}, "required", "enum must be an array"),
+        ({"properties": {"a": {"anyOf": [True]}}}, "auto", None),
+        ({"properties": {"a": {"anyOf": [True]}}}, "required", "objects alone in anyOf"),
+        ({"required": [5]}, "auto", REQUIRED),
+        ({"required": [{}]}, "required", REQUIRED),
+    ],
+)
+def test_a_wrong_schema_is_never_the_servers_failure(
+    elements_client, parameters, choice, refused
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    is_fine = nullcontext()
+    with pytest.raises(openai.BadRequestError, match=refused) if refused else is_fine:
+        elements_client.chat.completions.create(
+            model="tiny", messages=MESSAGES, tools=tools, tool_choice=choice, max_tokens=2
+        )
+
+
 WIDE = {
     "type": "object",
     "$defs": {"Day": {"enum": ["Mon", 3]}},
@@ -186,6 +276,9 @@ def test_a_grammar_of_elements_follows_the_schema(name, values, is_taken) -> Non
         ({"properties": {"a": {}}, "minProperties": 1}, "got 'minProperties'"),
         ({"patternProperties": {}}, "got 'patternProperties'"),
         ({"properties": {"a>": {}}}, "names of arguments without <, > and line ends"),
+        ({"properties": {"a": {"anyOf": [True]}}}, "objects alone in anyOf and oneOf"),
+        ({"properties": {"a": {"oneOf": 5}}}, "oneOf as a list of at least one: this model"),
+        ({"properties": {"a": {"type": "string", "enum": 5}}}, "enum as a list of at least one"),
     ],
 )
 def test_what_elements_cannot_follow_is_refused_by_its_name(parameters, text) -> None:

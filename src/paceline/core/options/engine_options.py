@@ -329,7 +329,8 @@ class EngineOptions:
         None,
         int,
         "Memory for what the steps brought that a black box keeps: token ids, embeddings, masks.  "
-        "Where that is more, it keeps fewer than 256 steps.",
+        "Where that is more, it keeps fewer than 256 steps.  Encoders' inputs of running requests "
+        "come on top.",
         "--black-box-bytes",
         unit="bytes",
         low=1,

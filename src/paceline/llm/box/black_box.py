@@ -82,7 +82,8 @@ class BlackBox:
 
     folder: is made where there is none.  scheduler: who is in which row.  kept_bytes: of what steps
     brought (token ids, embeddings, masks); fewer steps are kept where they bring more, those in
-    flight always.  Raises ConfigError for a folder that cannot be written.
+    flight always, and beside them encoders' inputs of running requests.  Raises ConfigError for a
+    folder that cannot be written.
     """
 
     def __init__(
@@ -175,6 +176,10 @@ class BlackBox:
         oldest = self._kept.popleft()
         self._num_bytes -= oldest.num_bytes
         _leave(oldest, self._rows, self._asked)
+        running = {request.row for request in self._scheduler.running}
+        for row in self._rows.holding() - running:  # ended by the host
+            if not any(row in each.step.layout.rows for each in self._kept):
+                self._rows.let_go(row)
 
     def _entering(self, step: Step) -> tuple[Asked, ...]:
         running = {request.row: request for request in self._scheduler.running}

@@ -23,7 +23,8 @@ from paceline.llm.rank_setup import unusual
 from paceline.plan.machine import versions
 from paceline.runner.step_frames import StepForms
 
-FORMAT = 1
+FORMAT = 2
+_OLD = 1  # a bool said whether a round tells its drafts
 NON_FINITE = "NonFiniteLogits"
 STUCK = "Stuck"
 _FORMS = StepForms(named=True)
@@ -196,8 +197,10 @@ def decode_record(name: str, data: bytes) -> Record:
     """name: of its file.  Raises ConfigError for what is no record, or one of another format."""
     try:
         head = msgspec.json.decode(data, type=_Head)
-        if head.format != FORMAT:
-            raise _no_record(name, f"of format {FORMAT}", f"format {head.format}")
+        if head.format not in (_OLD, FORMAT):
+            raise _no_record(name, f"of format {_OLD} or {FORMAT}", f"format {head.format}")
+        if head.format == _OLD:
+            data = _draftless(data)
         found = msgspec.json.decode(data, type=_File)
     except msgspec.DecodeError as error:
         raise _no_record(name, "what a black box wrote", str(error)) from error
@@ -211,6 +214,17 @@ def decode_record(name: str, data: bytes) -> Record:
         steps=tuple(map(_FORMS.unpack, found.steps)),
         landed=found.landed,
     )
+
+
+def _draftless(data: bytes) -> bytes:
+    """Without what asks for drafts, which a replay compares with nothing."""
+    found = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    steps = msgspec.json.decode(
+        found.get("steps", msgspec.Raw(b"[]")), type=list[dict[str, msgspec.Raw]]
+    )
+    for step in steps:
+        step.pop("tells_drafts", None)
+    return msgspec.json.encode({**found, "steps": steps})
 
 
 def _no_record(name: str, expected: str, got: str) -> ConfigError:

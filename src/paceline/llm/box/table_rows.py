@@ -16,7 +16,7 @@ class TableRow:
     """One request since it entered its row; written by TableRows alone."""
 
     join: JoinDelta
-    overlays: list[OverlayDelta] = field(default_factory=list)
+    overlays: list[OverlayDelta] = field(default_factory=list)  # as far as not computed
     pages: dict[int, dict[int, int]] = field(default_factory=dict)  # group -> entry -> page id
     said: list[int] = field(default_factory=list)  # tokens
     computed: int = 0  # tokens of what it joined with, while it said nothing
@@ -40,7 +40,17 @@ class TableRow:
         for group, entries in self.pages.items():
             for start, page_ids in _runs(entries):
                 yield PageDelta(row=self.join.row, group=group, start=start, page_ids=page_ids)
-        yield from (each for each in self.overlays if each.source.stop > self.kv_len)
+        yield from self.overlays
+
+    @property
+    def holds_tensors(self) -> bool:
+        return bool(self.overlays) or self.join.encoder is not None
+
+    def let_go(self) -> None:
+        """Nobody enters it again as it is."""
+        self.overlays = []
+        if self.join.encoder is not None:
+            self.join = replace(self.join, encoder=None)
 
     def copy(self) -> "TableRow":
         pages = {group: dict(entries) for group, entries in self.pages.items()}
@@ -73,6 +83,14 @@ class TableRows:
     def __getitem__(self, row: int) -> TableRow:
         return self._rows[row]
 
+    def holding(self) -> set[int]:
+        """Rows that keep tensors from being freed."""
+        return {name for name, row in self._rows.items() if row.holds_tensors}
+
+    def let_go(self, row: int) -> None:
+        """No step enters or holds it again before the next request does."""
+        self._rows[row].let_go()
+
     def change(self, deltas: tuple[Delta, ...]) -> None:
         """What a step brings to the table."""
         rows = self._rows
@@ -100,5 +118,8 @@ class TableRows:
                 row.said += said
             else:
                 row.computed += extend_len
+            if row.overlays:
+                row.overlays = [each for each in row.overlays if each.source.stop > row.kv_len]
             if code:
                 row.has_ended = True
+                row.let_go()

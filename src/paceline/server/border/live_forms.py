@@ -60,7 +60,8 @@ class LiveForms:
                 "structured_outputs of one client",
                 expected=f"at most {self._limits.of_client} different forms at once",
                 got="one more",
-                remedy="send it again when one of them has ended, or ask for fewer different ones",
+                remedy="send it again when one of them has ended, ask for fewer different ones, or "
+                "raise --max-forms-per-client of the server",
             )
         others = {each.form for each in live}
         if form not in others:

@@ -41,12 +41,12 @@ def calls_grammar(tools: Sequence[Tool], form: Form) -> str:
     if thought:
         lines.append(_up_to("thought", CLOSE))
     if about.elements is not None:
-        lines.append(_up_to("text", about.elements.after_value))
+        lines.append(_up_to("text", about.elements.shuts))
     for index, tool in enumerate(tools):
         before = about.before % tool.function.name
         lines.append(f"call_{index}: {_text(before)} arguments_{index} {_text(about.after)}")
         if about.elements is None:
-            schema = json.dumps(_OBJECT | (tool.function.parameters or {}))
+            schema = json.dumps((tool.function.parameters or {}) | _OBJECT)
             lines.append(f"arguments_{index}: %json {schema}")
         else:
             lines += _arguments(f"arguments_{index}", tool.function, about.elements)
@@ -75,17 +75,29 @@ def _arguments(rule: str, function: Function, about: Elements) -> Iterator[str]:
 
 
 def _value(function: Function, schema: Any, shared: Mapping[str, Any], about: Elements) -> str:
+    line_end, end, behind = about.after_value.partition(about.shuts)
+    end, behind = line_end + end, f"{_text(behind)}?"  # the reader needs nothing behind its end
     if kind_of(schema) != STRING:
-        return f"%json {json.dumps({**_GUIDANCE, **shared, **schema})} {_text(about.after_value)}"
+        return f"%json {json.dumps({**shared, **schema, **_GUIDANCE})} {_text(end)} {behind}"
     found = schema if isinstance(schema, dict) else {}
     _require(function, found, _OF_STRINGS)
-    for option in found.get("anyOf") or found.get("oneOf") or ():
+    for option in _listed(function, found, "anyOf") or _listed(function, found, "oneOf") or ():
+        if not isinstance(option, dict):
+            _refuse(function, "objects alone in anyOf and oneOf", option)
         _require(function, option, _OF_ALL)
-    values = found.get("enum", [found["const"]] if "const" in found else None)
+    values = [found["const"]] if "const" in found else None
+    values = _listed(function, found, "enum") or values
     if values is None:
-        return "text"
+        return f"text {behind}"
     words = ("null" if each is None else each for each in values)
-    return f"({' | '.join(_text(f'{word}{about.after_value}') for word in words)})"
+    return f"({' | '.join(_text(f'{word}{end}') for word in words)}) {behind}"
+
+
+def _listed(function: Function, schema: Mapping[str, Any], name: str) -> list[Any] | None:
+    said = schema.get(name)
+    if name in schema and not (isinstance(said, list) and said):
+        _refuse(function, f"{name} as a list of at least one", said)
+    return said
 
 
 def _require(function: Function, schema: Mapping[str, Any], known: set[str]) -> None:
@@ -94,11 +106,11 @@ def _require(function: Function, schema: Mapping[str, Any], known: set[str]) -> 
         _refuse(function, f"no other parts than {', '.join(sorted(known))}", others[0])
 
 
-def _refuse(function: Function, expected: str, got: str) -> None:
+def _refuse(function: Function, expected: str, got: object) -> None:
     raise ApiError.about(
         f"parameters of {function.name!r}, which must be called,",
         expected=f"a schema with {expected}: this model writes arguments as texts",
-        got=repr(got),
+        got=f"{got!r:.80}",
         remedy="leave it out, or send tool_choice 'auto'",
         param="tools",
     )

@@ -35,9 +35,10 @@ class Function(Wire, frozen=True, kw_only=True, omit_defaults=True):
         for name, kind in wanted.items():
             said = schema.get(name, kind())
             is_wrong = not isinstance(said, kind) or (name == "type" and said not in ("", "object"))
-            if is_wrong:
+            if is_wrong or (name == "required" and not all(isinstance(each, str) for each in said)):
                 param = written((*place, "parameters", name))
-                expected = {"type": '"object"', "properties": "an object", "required": "a list"}
+                required = "a list of names"
+                expected = {"type": '"object"', "properties": "an object", "required": required}
                 remedy = "describe the function's arguments as a JSON schema of an object"
                 raise ApiError.about(
                     param, expected=expected[name], got=f"{said!r:.80}", remedy=remedy, param=param

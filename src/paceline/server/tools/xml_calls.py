@@ -47,7 +47,7 @@ def kind_of(schema: object) -> str:
         found = {str(each) for each in (said if isinstance(said, list) else [said])}
     else:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        texts = values is not None and all(isinstance(each, str) for each in values)
+        texts = isinstance(values, list) and all(isinstance(each, str) for each in values)
         return STRING if texts or not {"enum", "const", "$ref", "allOf"} & schema.keys() else JSON
     others = found - {"null"} or found
     return others.pop() if len(others) == 1 else JSON
