@@ -175,8 +175,10 @@ class Scheduler:
         if self._overlay is not None:
             self._overlay.retire(outputs.epoch)
         updates: list[RequestUpdate] = []
+        num_forms = sum(row.request.constraint is not None for row in rows)
+        share = self._config.mask_share(num_forms)  # in the step after, of as many
         for index, row in enumerate(rows):
-            update = self._receive(row, outputs, index)
+            update = self._receive(row, outputs, index, share)
             if update is not None:
                 updates.append(update)
             if row.request.state is not RequestState.RUNNING:
@@ -373,7 +375,9 @@ class Scheduler:
         self._cache.release(request.request_id, request.token_ids, kv_len, epoch=request.last_epoch)
         self._roster.preempt(request)
 
-    def _receive(self, row: PlannedRow, outputs: StepOutputs, index: int) -> RequestUpdate | None:
+    def _receive(
+        self, row: PlannedRow, outputs: StepOutputs, index: int, share: int
+    ) -> RequestUpdate | None:
         """One row's outputs.  A request that has ended takes nothing more."""
         request = row.request
         if request.state is RequestState.FINISHED:
@@ -411,7 +415,7 @@ class Scheduler:
         if request.constraint is not None:
             told, drafts = drafts, request.constraint.drafts.first(row.num_given)
             if tokens and reason is None:
-                reason = self._follow(request, tokens, told or NO_ROW_DRAFTS)
+                reason = self._follow(request, tokens, told or NO_ROW_DRAFTS, share)
         prompt_logprobs = outputs.prompt_logprobs.get(index, ())
         request.num_scored += len(prompt_logprobs)
         if is_running and request.end is not End.GENERATE:
@@ -446,7 +450,7 @@ class Scheduler:
         return reason
 
     def _follow(
-        self, request: Request, tokens: tuple[int, ...], told: RowDrafts
+        self, request: Request, tokens: tuple[int, ...], told: RowDrafts, share: int
     ) -> FinishReason | None:
         """A grammar hears what was said, and looks ahead: to what it forces, and along what a
         drafter would have said there.  Why its request ends there, if it does."""
@@ -460,7 +464,7 @@ class Scheduler:
         if not request.constraint.is_done:
             drafts = request.params.speculative and request.is_followed
             shape = self._config.draft if drafts and self._may_draft() else NO_DRAFTS
-            request.constraint.foresee(told.below(tokens), shape)
+            request.constraint.foresee(told.below(tokens), shape, share=share)
             return None
         self._finish(request, FinishReason.STOP)
         return FinishReason.STOP
