@@ -213,11 +213,8 @@ class Scheduler:
         if not is_allowed and most is not None and most <= 1:
             self._stop_following(ready)
         plan.observed = all(request.is_followed for request in ready)
-        if is_allowed and plan.observed and any(r.params.speculative for r in ready):
-            plan.draft = self._config.draft
-            if self._roster.num_needy:
-                roots = sum(r.constraint is not None for r in ready)
-                plan.spare_masks = self._config.max_masks - roots
+        if is_allowed and plan.observed:
+            plan.take_drafts(ready, self._config.draft, max_masks=self._config.max_masks)
 
     def _may_draft(self) -> bool:
         """Whether the next step may be a round, with as many requests as run now."""
