@@ -364,6 +364,67 @@ def test_a_round_gives_no_more_drafts_than_it_has_masks_for() -> None:
         assert output_ids(loop.requests[name]) == tuple(loop.expected(name))
 
 
+def scripted(names: str, *, max_running: int = 4, num_pages: int = 65) -> Loop:
+    """Forms that are forced at the same steps, two tokens of three."""
+    plain = Loop(max_running=max_running, num_pages=num_pages)
+    for name in names:
+        plain.add(name, 2, 12)
+    plain.run()
+    loop = drafting(max_running=max_running, num_pages=num_pages)
+    for name in names:
+        script = Script(plain.expected(name))
+        kept = Constraint(script, vocab_size=64, stop_ids=(), min_tokens=0)
+        loop.add(name, 2, 12, constraint=kept)
+    return loop
+
+
+def test_masks_that_do_not_reach_for_all_are_dealt_in_turn() -> None:
+    loop = scripted("abcd")
+    steps = loop.run()
+    given = [sum(bool(each.token_ids) for each in step.given) for step in steps if step.is_round]
+    assert max(given) == 3  # one each, before anybody has two
+    first, *_, last = sorted(request.acceptance.drafted for request in loop.requests.values())
+    assert last - first <= 1
+    for name in "abcd":
+        assert output_ids(loop.requests[name]) == tuple(loop.expected(name))
+
+
+@pytest.mark.parametrize(
+    ("names", "is_forced", "has_rounds"),
+    [
+        ("abcdefghijklmnop", True, False),  # 3 masks to spare: for less than a quarter
+        ("abcdefghijkl", True, True),  # 7
+        ("abcdefghijkl", False, False),  # nothing to give
+        ("abcdefghi", False, True),  # 10: each is told of drafts, and could be given one
+    ],
+)
+def test_forms_alone_take_a_round_where_enough_of_them_can_be_given_drafts(
+    names: str, is_forced: bool, has_rounds: bool
+) -> None:
+    if is_forced:
+        loop = scripted(names, max_running=16, num_pages=257)
+    else:
+        loop = drafting(max_running=16, num_pages=257)
+        for name in names:
+            loop.add(name, 2, 12, constraint=anything())
+    steps = loop.run()
+    full = [step for step in steps if len(step.layout.rows) == len(names) and not step.is_ragged]
+    assert full
+    assert any(step.is_round for step in full) == has_rounds
+    for name in names:
+        assert output_ids(loop.requests[name]) == tuple(loop.expected(name))
+
+
+def test_forms_go_along_in_rounds_that_another_takes() -> None:
+    loop = drafting(max_running=16, num_pages=257)
+    loop.add("a", 2, LONG)
+    for name in "bcdefghijklmnop":
+        loop.add(name, 2, 12, constraint=anything())
+    steps = [step for step in loop.run() if not step.is_ragged and 1 in step.layout.rows]
+    assert max(len(step.layout.rows) for step in steps) == 16
+    assert all(step.is_round for step in steps)
+
+
 @pytest.mark.parametrize("option", ["a request's", "the engine's"])
 def test_who_drafts_no_more_is_given_nothing(option: str) -> None:
     plain = Loop()

@@ -70,6 +70,7 @@ class _Draft(NamedTuple):
     grammar: Grammar  # behind it
     words: bytes  # int32 [ceil(vocab / 32)]  of the token behind it
     is_forced: bool  # nothing else is allowed in its place
+    foreseen: dict[int, "_Draft"]  # by token, what was drafted behind it
 
 
 class Constraint:
@@ -94,6 +95,7 @@ class Constraint:
         self.words = self._words_of(self._grammar, 0)  # int32 [ceil(vocab / 32)] of the next token
         self.drafts = NO_ROW_DRAFTS  # what may be said next, as far as it was looked for
         self._ahead: list[_Draft] = []  # [num_drafts]
+        self._foreseen: dict[int, _Draft] = {}  # by token, what was drafted behind what was said
 
     def fork(self) -> "Constraint":
         """The same for another completion, from its first token on."""
@@ -109,21 +111,22 @@ class Constraint:
 
         Raises RequestError.
         """
-        at: int | None = -1
         for token in tokens:
-            at = None if at is None else self.drafts.child(at, token)
-            self._accept(token, None if at is None else self._ahead[at])
+            self._accept(token)
         self.drafts, self._ahead = NO_ROW_DRAFTS, []
 
-    def foresee(self, told: RowDrafts, shape: DraftShape) -> None:
+    def foresee(self, told: RowDrafts, shape: DraftShape, *, share: int) -> None:
         """Look for drafts, which replace those there are: what the grammar forces, else those of
         `told` that it allows, each with its mask.
 
-        told: what a drafter would say next.  shape: how many there may be, and how deep.  A draft
-        behind which nothing may follow is none: who says it ends there, with a reason or an error.
+        told: what a drafter would say next.  shape: how many there may be, and how deep.  share: so
+        many are likely to be given; beyond them only what will be said in any case is worth a mask.
+        A draft behind which nothing may follow is none: who says it ends there, with a reason or an
+        error.
         """
         token_ids, parents, ahead = list[int](), list[int](), list[_Draft]()
-        root = _Draft(self._grammar, self.words, is_forced=False)
+        root = _Draft(self._grammar, self.words, is_forced=False, foreseen=self._foreseen)
+        num_certain = 0  # first drafts: a chain of what is forced
         # Drafts that others may hang on: depth, index, index among those that were told.
         open_ = deque[tuple[int, int, int | None]]([(1, -1, -1)])
         while open_:
@@ -132,7 +135,10 @@ class Constraint:
             only = _only(behind.words)
             children = [] if at is None else [told.token_ids[i] for i in told.children(at)]
             for token in children if only is None else [only]:
+                is_certain = only is not None and above == num_certain - 1
                 if depth >= shape.max_path or len(token_ids) + 1 >= shape.num_draft_tokens:
+                    break
+                if len(token_ids) >= share and not is_certain:
                     break
                 draft = self._draft(behind, token, self._num_said + depth, only is not None)
                 if draft is not None:
@@ -142,6 +148,7 @@ class Constraint:
                     token_ids.append(token)
                     parents.append(above)
                     ahead.append(draft)
+                    num_certain += is_certain
         self.drafts = RowDrafts(token_ids=tuple(token_ids), parents=tuple(parents))
         self._ahead = ahead
 
@@ -155,8 +162,7 @@ class Constraint:
         """How many of the drafts that a round took which emitted these tokens were forced."""
         return sum(self._ahead[index].is_forced for index in self.drafts.taken(emitted))
 
-    def _accept(self, token: int, draft: _Draft | None) -> None:
-        """draft: what was foreseen of it."""
+    def _accept(self, token: int) -> None:
         if not _allows(self.words, token):
             raise RequestError.about(
                 f"token {self._num_said} of a request with a grammar",
@@ -164,19 +170,23 @@ class Constraint:
                 got=token,
                 remedy="let no logits processor raise what is at -inf",
             )
+        draft = self._foreseen.get(token)
         if draft is not None:
-            self._grammar, self.words = draft.grammar, draft.words
+            self._grammar, self.words, self._foreseen = draft.grammar, draft.words, draft.foreseen
             self._num_said += 1
             return
         with self._asked():
             self._grammar.accept(token)
             self.is_done = bool(self._grammar.is_done)
         self._num_said += 1
+        self._foreseen = {}
         if not self.is_done:
             self.words = self._words_of(self._grammar, self._num_said)
 
     def _draft(self, behind: _Draft, token: int, num_said: int, is_forced: bool) -> _Draft | None:
         """`token` as the draft that is said as number `num_said`; None where it cannot be one."""
+        if token in behind.foreseen:
+            return behind.foreseen[token]
         if token in self._stop_ids or not _allows(behind.words, token):
             return None
         try:
@@ -185,9 +195,10 @@ class Constraint:
                 grammar.accept(token)
                 if grammar.is_done:
                     return None
-            return _Draft(grammar, self._words_of(grammar, num_said), is_forced)
+            words = self._words_of(grammar, num_said)
         except RequestError:  # told where the token is said, if it is
             return None
+        return behind.foreseen.setdefault(token, _Draft(grammar, words, is_forced, {}))
 
     def _words_of(self, grammar: Grammar, num_said: int) -> bytes:
         """The mask behind so many tokens.  Raises RequestError when no token is left."""

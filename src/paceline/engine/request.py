@@ -97,6 +97,7 @@ class Request:
     least_in_flight: int = 0  # tokens these add to the KV, at least
     most_in_flight: int = 0  # and at most
     last_epoch: int = 0  # of the last launched step that contains it
+    given_epoch: int = 0  # of the last that gave it drafts of its constraint
     num_scored: int = 0  # prompt tokens behind the first that need no log-probability any more
     score_from: int = 0  # of these, when it (re)joined
     num_cached: int = 0  # tokens of the first admission found in the cache

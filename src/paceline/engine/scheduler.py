@@ -175,8 +175,10 @@ class Scheduler:
         if self._overlay is not None:
             self._overlay.retire(outputs.epoch)
         updates: list[RequestUpdate] = []
+        num_forms = sum(row.request.constraint is not None for row in rows)
+        share = self._config.mask_share(num_forms)  # in the step after, of as many
         for index, row in enumerate(rows):
-            update = self._receive(row, outputs, index)
+            update = self._receive(row, outputs, index, share)
             if update is not None:
                 updates.append(update)
             if row.request.state is not RequestState.RUNNING:
@@ -211,11 +213,8 @@ class Scheduler:
         if not is_allowed and most is not None and most <= 1:
             self._stop_following(ready)
         plan.observed = all(request.is_followed for request in ready)
-        if is_allowed and plan.observed and any(r.params.speculative for r in ready):
-            plan.draft = self._config.draft
-            if self._roster.num_needy:
-                roots = sum(r.constraint is not None for r in ready)
-                plan.spare_masks = self._config.max_masks - roots
+        if is_allowed and plan.observed:
+            plan.take_drafts(ready, self._config.draft, max_masks=self._config.max_masks)
 
     def _may_draft(self) -> bool:
         """Whether the next step may be a round, with as many requests as run now."""
@@ -373,7 +372,9 @@ class Scheduler:
         self._cache.release(request.request_id, request.token_ids, kv_len, epoch=request.last_epoch)
         self._roster.preempt(request)
 
-    def _receive(self, row: PlannedRow, outputs: StepOutputs, index: int) -> RequestUpdate | None:
+    def _receive(
+        self, row: PlannedRow, outputs: StepOutputs, index: int, share: int
+    ) -> RequestUpdate | None:
         """One row's outputs.  A request that has ended takes nothing more."""
         request = row.request
         if request.state is RequestState.FINISHED:
@@ -411,7 +412,7 @@ class Scheduler:
         if request.constraint is not None:
             told, drafts = drafts, request.constraint.drafts.first(row.num_given)
             if tokens and reason is None:
-                reason = self._follow(request, tokens, told or NO_ROW_DRAFTS)
+                reason = self._follow(request, tokens, told or NO_ROW_DRAFTS, share)
         prompt_logprobs = outputs.prompt_logprobs.get(index, ())
         request.num_scored += len(prompt_logprobs)
         if is_running and request.end is not End.GENERATE:
@@ -446,7 +447,7 @@ class Scheduler:
         return reason
 
     def _follow(
-        self, request: Request, tokens: tuple[int, ...], told: RowDrafts
+        self, request: Request, tokens: tuple[int, ...], told: RowDrafts, share: int
     ) -> FinishReason | None:
         """A grammar hears what was said, and looks ahead: to what it forces, and along what a
         drafter would have said there.  Why its request ends there, if it does."""
@@ -460,7 +461,7 @@ class Scheduler:
         if not request.constraint.is_done:
             drafts = request.params.speculative and request.is_followed
             shape = self._config.draft if drafts and self._may_draft() else NO_DRAFTS
-            request.constraint.foresee(told.below(tokens), shape)
+            request.constraint.foresee(told.below(tokens), shape, share=share)
             return None
         self._finish(request, FinishReason.STOP)
         return FinishReason.STOP

@@ -37,6 +37,11 @@ class SchedulerConfig:
         """Masks of a step: of each request one, and of one the drafts too."""
         return self.max_running + self.draft.num_draft_tokens - 1
 
+    def mask_share(self, num_forms: int) -> int:
+        """Drafts of each of so many requests with a grammar that a step has masks for; at least 1:
+        others may have none."""
+        return max(1, (self.max_masks - num_forms) // max(1, num_forms))
+
     @property
     def max_block(self) -> int:
         """Tokens of a block at most: a step must hold it, whoever decodes beside."""

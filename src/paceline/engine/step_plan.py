@@ -1,6 +1,7 @@
 """StepPlan: one step while the scheduler fills it."""
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -131,6 +132,22 @@ def left_over(padded: tuple[int, ...], *, decoding: int, prompts: int) -> int:
     return left if left <= prompts - left else 0
 
 
+def deal(requests: Sequence[Request], num_masks: int) -> dict[Request, int]:
+    """How many of the drafts of its constraint each is given; who is given none is left out.
+
+    num_masks: for all of them.  One each in turn; who was given some longest ago goes first.
+    """
+    dealt: dict[Request, int] = {}
+    wanting = deque(sorted(filter(_num_drafts, requests), key=lambda each: each.given_epoch))
+    while wanting and num_masks:
+        request = wanting.popleft()
+        dealt[request] = dealt.get(request, 0) + 1
+        num_masks -= 1
+        if dealt[request] < _num_drafts(request):
+            wanting.append(request)
+    return dealt
+
+
 @dataclass(slots=True)
 class StepPlan:
     """Rows chosen so far, and what is left of the token budget."""
@@ -142,7 +159,25 @@ class StepPlan:
     is_stalled: bool = False  # a running request waits for pages: admit nobody
     draft: DraftShape = NO_DRAFTS  # with drafts the step is a round
     observed: bool = True  # False: no row of it drafts again
-    spare_masks: int = 0  # of a round: masks that drafts may have
+    dealt: dict[Request, int] = field(default_factory=dict)  # of a round: drafts given to each
+
+    def take_drafts(self, ready: Sequence[Request], draft: DraftShape, *, max_masks: int) -> None:
+        """Make it a round of those that decode, where one of them drafts.
+
+        Of forms alone only where each could be given a draft, or a quarter of all are given some:
+        a round computes the rows of drafts for every request, whoever has any.
+        """
+        drafting = [request for request in ready if request.params.speculative]
+        forms = [] if self.is_free else [r for r in ready if r.constraint is not None]
+        num_spare = max_masks - len(forms)
+        dealt = deal(forms, num_spare)
+        is_worth_it = (
+            any(request.constraint is None for request in drafting)
+            or len(forms) <= num_spare
+            or 4 * len(dealt) >= len(ready)
+        )
+        if drafting and is_worth_it:
+            self.draft, self.dealt = draft, dealt
 
     def add(self, request: Request, extend_len: int, deltas: tuple[Delta, ...]) -> None:
         """Give a running request its place in the step: behind all others."""
@@ -150,9 +185,8 @@ class StepPlan:
         if self.draft.has_drafts:
             least, most = 1, self.draft.max_path if request.params.speculative else 1
             if request.constraint is not None:
-                drafts = request.constraint.drafts.first(self.spare_masks)
-                most, num_given = 1 + drafts.depth, len(drafts.token_ids)
-                self.spare_masks -= num_given
+                num_given = self.dealt.get(request, 0)
+                most = 1 + request.constraint.drafts.first(num_given).depth
         prefix_len, is_prefill = request.kv_bound, request.is_prefilling
         emits = prefix_len + extend_len >= request.join_len and request.end is End.GENERATE
         self.rows[request] = PlannedRow(
@@ -171,7 +205,6 @@ class StepPlan:
         row = self.rows.pop(request, None)
         if row is not None:
             self.budget += row.extend_len
-            self.spare_masks += row.num_given
 
     def end_on_size(self, padded: tuple[int, ...], *, is_last: bool) -> None:
         """Leave to the next step what would pad this one, the tokens of its last prompts first.
@@ -268,6 +301,11 @@ class StepPlan:
                 start = first_token + row.scored.start - row.prefix_len
                 yield PromptSpan(index, start, len(row.scored), top)
             first_token += row.extend_len
+
+
+def _num_drafts(request: Request) -> int:
+    """Drafts that the host knows of it."""
+    return 0 if request.constraint is None else len(request.constraint.drafts.token_ids)
 
 
 def _row_of(request: Request) -> int:

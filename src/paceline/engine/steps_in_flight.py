@@ -17,7 +17,7 @@ class _Launched(NamedTuple):
 
 class StepsInFlight:
     """Owns the order of launched steps, and each request's count of them, of the tokens they add
-    and last epoch.
+    and last epochs.
     """
 
     def __init__(self) -> None:
@@ -35,6 +35,8 @@ class StepsInFlight:
             request.least_in_flight += row.least
             request.most_in_flight += row.most
             request.last_epoch = epoch
+            if row.num_given:
+                request.given_epoch = epoch
         self._steps.append(_Launched(epoch, launched))
 
     def land(self, step: Step, outputs: StepOutputs) -> tuple[PlannedRow, ...]:
