@@ -88,7 +88,9 @@ class ScriptedEngine:
     callers: "_Callers" = field(default_factory=lambda: _Callers())
     stuck: str | None = None
 
-    async def generate(self, prompts, params, *, share, stream, deadline=None, end=End.GENERATE):
+    async def generate(
+        self, prompts, params, *, share, stream, deadline=None, end=End.GENERATE, second_from=()
+    ):
         self.prompts += [tuple(ids) for ids in prompts]
         self.params.append(params)
         growths = []

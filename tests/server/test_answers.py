@@ -127,7 +127,9 @@ class FakeService:
     def engine(self) -> "FakeService":
         return self
 
-    async def generate(self, prompts, params, *, end, share, stream, deadline) -> "FakeTicket":
+    async def generate(
+        self, prompts, params, *, end, second_from, share, stream, deadline
+    ) -> "FakeTicket":
         assert end is End.GENERATE
         if stream:
             return FakeTicket(self, self.news)
