@@ -128,8 +128,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             3 + spare_slots if state else pages
             for state, pages in zip(is_state, num_pages, strict=True)
         ]
-        num_pages = [  # and rows of four encoders
-            2 + -(-4 * spec.encoder_len // page_size) if spec.encoder_len else pages
+        num_pages = [  # and rows of three encoders
+            2 + -(-3 * spec.encoder_len // page_size) if spec.encoder_len else pages
             for spec, pages in zip(self.specs, num_pages, strict=True)
         ]
         self.cache = CacheManager(

@@ -188,10 +188,10 @@ if phase is not None:
             os.kill(os.getpid(), signal.SIGSTOP)
         raise ValueError(f"planted while it {phase}")
 
-    import paceline.llm.boot, paceline.llm.prepare, paceline.runner.model_runner
+    import paceline.llm.prepare, paceline.llm.stored_weights, paceline.runner.model_runner
     owner, name = {
         "plans": (paceline.llm.prepare, "prepare"),
-        "loads": (paceline.llm.boot, "load_model"),
+        "loads": (paceline.llm.stored_weights, "load_model"),
         "captures": (paceline.runner.model_runner.ModelRunner, "boot"),
         "runs": (paceline.runner.model_runner.ModelRunner, "launch"),
     }[phase]
