@@ -64,7 +64,7 @@ def planned(prepared: Prepared, num_pages: tuple[int, ...], peers: PeerMemory | 
     drafter = None if prepared.speculation is None else prepared.speculation.drafter.source
     stored = prepared.options.load_format != "dummy"
     sources = [prepared.source]
-    if drafter is not None and drafter != prepared.source:  # MTP's is the target's
+    if drafter is not None and drafter != prepared.source:  # a layer of the target's own is with it
         sources.append(drafter)
     return Planned(
         options=unusual(prepared.options),
