@@ -7,6 +7,7 @@ accepted position is kept per request: the first drafts of a round follow from i
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,10 @@ from paceline.core.step import Step
 from paceline.kernels.grow_tree import pass_parents
 from paceline.layers.attention import StepContext
 from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
+from paceline.speculate.build import DraftPlacement, draft_cache, draft_passes
 from paceline.speculate.draft_cache import DraftCache
 from paceline.speculate.draft_passes import OBSERVE_PASS, DraftPasses
+from paceline.speculate.drafter import Drafter
 from paceline.speculate.drafting import DraftRun, propose
 
 
@@ -161,3 +164,22 @@ class _FeatureRun(DraftRun):
             fed = torch.cat((self._features, fed), dim=1)
         self._tokens, self._features = tokens, fed
         return tokens, fed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureDrafter(Drafter):
+    """A drafter whose module is a FeatureHead."""
+
+    def proposer(self, module: FeatureHead, place: DraftPlacement) -> FeatureProposer:
+        assert self.model is not None, self
+        sinks = (None,) * self.model.num_layers
+        cache = draft_cache(self.model, self.pass_rows, place, sinks=sinks)
+        return FeatureProposer(
+            self.algorithm,
+            self.shape,
+            module,
+            taps=self.taps,
+            cache=cache,
+            passes=draft_passes(cache, self.shape, self.pass_rows, place),
+            table_rows=place.limits.max_running + 1,
+        )

@@ -16,8 +16,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.locate import BUNDLED_FOLDER, ModelSource
 from paceline.models.size import META
 from paceline.runner.runner_config import RunnerConfig
-from paceline.speculate.build import DraftPlacement, draft_cache, draft_passes
-from paceline.speculate.drafter import Algorithm, Drafter, Loading
+from paceline.speculate.drafter import Algorithm, Loading
 from paceline.speculate.eagle.config import (
     AlgorithmName,
     EagleConfig,
@@ -27,13 +26,13 @@ from paceline.speculate.eagle.config import (
 )
 from paceline.speculate.eagle.head import EagleHead, build_eagle_head
 from paceline.speculate.eagle.loader import load_eagle_head
-from paceline.speculate.feature_proposer import FeatureProposer
+from paceline.speculate.feature_proposer import FeatureDrafter
 
 BUNDLED_HEAD = BUNDLED_FOLDER / "eagle3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleDrafter(Drafter):
+class EagleDrafter(FeatureDrafter):
     """A head that continues the target's hidden states."""
 
     head: EagleConfig
@@ -52,19 +51,6 @@ class EagleDrafter(Drafter):
             device=META,
             dtype=dtype,
             max_positions=bound,
-        )
-
-    def proposer(self, module: EagleHead, place: DraftPlacement) -> FeatureProposer:
-        layer = module.config.layer
-        cache = draft_cache(layer, self.pass_rows, place, sinks=(None,) * layer.num_layers)
-        return FeatureProposer(
-            self.algorithm,
-            self.shape,
-            module,
-            taps=self.taps,
-            cache=cache,
-            passes=draft_passes(cache, self.shape, self.pass_rows, place),
-            table_rows=place.limits.max_running + 1,
         )
 
 

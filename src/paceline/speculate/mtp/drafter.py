@@ -14,16 +14,15 @@ from paceline.models.registry import architecture
 from paceline.models.size import META
 from paceline.models.weight_files import are_all_here
 from paceline.runner.runner_config import RunnerConfig
-from paceline.speculate.build import DraftPlacement, draft_cache, draft_passes
-from paceline.speculate.drafter import Algorithm, Drafter, Loading
-from paceline.speculate.feature_proposer import FeatureProposer
+from paceline.speculate.drafter import Algorithm, Loading
+from paceline.speculate.feature_proposer import FeatureDrafter
 from paceline.speculate.mtp.head import MtpHead, build_mtp_head
 from paceline.speculate.mtp.layout import Layout, layout_of, read_next_token
 from paceline.speculate.mtp.loader import load_mtp_head, require_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MtpDrafter(Drafter):
+class MtpDrafter(FeatureDrafter):
     """The layer behind the target's last."""
 
     source: ModelSource  # the target's
@@ -50,18 +49,6 @@ class MtpDrafter(Drafter):
             device=META,
             dtype=dtype,
             max_positions=limits.kv_len_bound,
-        )
-
-    def proposer(self, module: MtpHead, place: DraftPlacement) -> FeatureProposer:
-        cache = draft_cache(self.model, self.pass_rows, place, sinks=(None,))
-        return FeatureProposer(
-            self.algorithm,
-            self.shape,
-            module,
-            taps=self.taps,
-            cache=cache,
-            passes=draft_passes(cache, self.shape, self.pass_rows, place),
-            table_rows=place.limits.max_running + 1,
         )
 
 
