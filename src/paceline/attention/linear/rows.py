@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.attention.linear.shape import CONV, STATE, LinearShape
-from paceline.attention.states import StateLayer, StateLimits
+from paceline.attention.states import Inputs, StateBackend, StateLayer, StateLimits
 from paceline.kernels.commit_states import commit_states_reference
 from paceline.kernels.conv_rows import conv_rows_reference, next_windows_reference, places_of
 from paceline.kernels.extend_states import Chunks, StateRows, extend_states_reference
@@ -270,3 +270,15 @@ def _cut(
     places = buffers.chunk_places[:tokens]
     places.copy_(begins.index_select(0, view.req_ids) * size + offsets)
     return Chunks(reqs=owners, rows=taken, live=live, places=places)
+
+
+class LinearBackend(StateBackend[LinearBuffers, LinearPlan, Inputs]):
+    """A backend that computes over these plans, whatever multiplies."""
+
+    def make_buffers(self, limits: StateLimits) -> LinearBuffers:
+        return linear_buffers(limits)
+
+    def plan(
+        self, view: StepView, group: GroupView, buffers: LinearBuffers, *, is_round: bool
+    ) -> LinearPlan:
+        return plan_rows(view, group, buffers, is_round=is_round)

@@ -4,25 +4,13 @@ import torch
 from torch import Tensor
 
 from paceline.attention.contract import GraphSupport
-from paceline.attention.linear.rows import (
-    LinearBuffers,
-    LinearPlan,
-    commit_rows,
-    linear_buffers,
-    plan_rows,
-)
-from paceline.attention.states import (
-    Inputs,
-    StateBackend,
-    StateCapabilities,
-    StateLayer,
-    StateLimits,
-)
+from paceline.attention.linear.rows import LinearBackend, LinearBuffers, commit_rows
+from paceline.attention.states import Inputs, StateCapabilities, StateLayer
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import GroupView, StepView
 
 
-class TorchLinear(StateBackend[LinearBuffers, LinearPlan, Inputs]):
+class TorchLinear(LinearBackend[Inputs]):
     """A kind adds `kind` and `extend`."""
 
     name = "torch"
@@ -32,14 +20,6 @@ class TorchLinear(StateBackend[LinearBuffers, LinearPlan, Inputs]):
         masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE}),
         graph=GraphSupport.ALWAYS,
     )
-
-    def make_buffers(self, limits: StateLimits) -> LinearBuffers:
-        return linear_buffers(limits)
-
-    def plan(
-        self, view: StepView, group: GroupView, buffers: LinearBuffers, *, is_round: bool
-    ) -> LinearPlan:
-        return plan_rows(view, group, buffers, is_round=is_round)
 
     def commit(
         self,

@@ -9,16 +9,9 @@ from torch import Tensor
 
 from paceline.attention.capability import triton_reasons
 from paceline.attention.contract import GraphSupport
-from paceline.attention.linear.rows import LinearBuffers, LinearPlan, linear_buffers, plan_rows
+from paceline.attention.linear.rows import LinearBackend, LinearBuffers, LinearPlan
 from paceline.attention.linear.shape import CONV, STATE, LinearShape
-from paceline.attention.states import (
-    Inputs,
-    StateBackend,
-    StateCapabilities,
-    StateConfig,
-    StateLayer,
-    StateLimits,
-)
+from paceline.attention.states import Inputs, StateCapabilities, StateConfig, StateLayer
 from paceline.core.modes import MaskKind
 from paceline.kernels.commit_states import commit_states
 from paceline.kernels.state_chunks import state_chunks
@@ -30,7 +23,7 @@ MOST_KEY_DIM = 256  # rows of a state that a program holds in registers
 MOST_ROUND_ROWS = 64  # of a request, whose products with one another it holds too
 
 
-class TritonLinear(StateBackend[LinearBuffers, LinearPlan, Inputs]):
+class TritonLinear(LinearBackend[Inputs]):
     """A kind adds `kind` and `extend`.  Runs on CUDA, and on a CPU through Triton's interpreter
     (TRITON_INTERPRET=1), slowly."""
 
@@ -53,14 +46,6 @@ class TritonLinear(StateBackend[LinearBuffers, LinearPlan, Inputs]):
         if wanted.round_rows > MOST_ROUND_ROWS:
             reasons.append(f"rounds of {wanted.round_rows} tokens, of up to {MOST_ROUND_ROWS}")
         return reasons
-
-    def make_buffers(self, limits: StateLimits) -> LinearBuffers:
-        return linear_buffers(limits)
-
-    def plan(
-        self, view: StepView, group: GroupView, buffers: LinearBuffers, *, is_round: bool
-    ) -> LinearPlan:
-        return plan_rows(view, group, buffers, is_round=is_round)
 
     def commit(
         self,
