@@ -56,6 +56,7 @@ SMALL = (
     StepShape("three groups", (3, 9), page_sizes=(1, 5, 16)),
     StepShape("states", (5, 1, 9), pad_lens=(20, 0), page_sizes=(4, 0)),
     StepShape("states alone", (5, 1, 9), pad_lens=(20, 0), page_sizes=(0,)),
+    StepShape("nothing cached", (5, 1, 9), pad_lens=(20, 0), page_sizes=()),
     StepShape("states in between", (1, 1, 1), pad_lens=(1,), page_sizes=(4, 0, 0, 16)),
 )
 LARGE = (

@@ -174,20 +174,23 @@ def test_a_tree_is_kept_and_its_path_committed(delta: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chunks_of_a_ragged_step_follow_on_one_another(delta: bool, dtype: torch.dtype) -> None:
-    lens, size = [17, 2], 16
+@pytest.mark.parametrize("size", [16, 64])
+def test_chunks_of_a_ragged_step_follow_on_one_another(
+    size: int, delta: bool, dtype: torch.dtype
+) -> None:
+    lens = [size + 1, 2]
     state, window = parts()
     heads, rates, _ = some_rows(sum(lens), delta=delta)
     heads = HeadRows(*(each.to(dtype) for each in heads))
     given = conv_inputs(sum(lens), window)
-    rows = torch.tensor([0, 16, 17, 0]).unsqueeze(1) + torch.arange(size)
+    rows = torch.tensor([0, size, size + 1, 0]).unsqueeze(1) + torch.arange(size)
     chunks = Chunks(
         reqs=torch.tensor([0, 0, 1, 2]),
         rows=rows.clamp(max=sum(lens) - 1),
         live=torch.zeros(4, size, dtype=torch.bool),
-        places=torch.tensor([*range(17), 32, 33]),
+        places=torch.tensor([*range(size + 1), 2 * size, 2 * size + 1]),
     )
-    starts = torch.tensor([0, 17, 19], dtype=torch.int32)
+    starts = torch.tensor([0, size + 1, size + 3], dtype=torch.int32)
     held = before(state)
     out = torch.full(heads.v.shape, torch.nan, dtype=dtype)
     state_chunks(heads, rates, chunks, starts, state, given, out=out)
@@ -205,8 +208,8 @@ def test_chunks_of_a_ragged_step_follow_on_one_another(delta: bool, dtype: torch
         torch.testing.assert_close(
             state[int(SLOT_LIST[req, 1])], wanted.states[0], rtol=bound, atol=bound
         )
-    assert torch.equal(window[3], given.rows[15:17].mT)
-    assert torch.equal(window[2], given.rows[17:19].mT)
+    assert torch.equal(window[3], given.rows[size - 1 : size + 1].mT)
+    assert torch.equal(window[2], given.rows[size + 1 : size + 3].mT)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def _derive_kernel(
     req_ids_ptr,  # [padded_tokens] int64
     positions_ptr,  # [padded_tokens] int64
     input_ids_ptr,  # [padded_tokens] int64
-    table_a_ptr,  # [rows, max_pages] int32, of a group
+    table_a_ptr,  # [rows, max_pages] int32, of a group; None where no layer caches anything
     table_out_a_ptr,  # [padded_reqs, max_pages] int32
     loc_out_a_ptr,  # [padded_tokens] int64
     table_b_ptr,  # the same of another group, used when HAS_B
@@ -177,23 +177,24 @@ def _derive_kernel(
     history_ptr = token_ids_ptr + row * stride_token_ids_row
     ids = tl.load(history_ptr + positions, mask=is_token, other=0)
     tl.store(input_ids_ptr + tokens, ids.to(tl.int64), mask=is_token)
-    _derive_group(
-        table_a_ptr,
-        table_out_a_ptr,
-        loc_out_a_ptr,
-        stride_table_a_row,
-        stride_table_out_a_req,
-        width_a,
-        req,
-        row,
-        tokens,
-        positions,
-        is_token,
-        PAGE_SIZE_A,
-        PAD_ROW,
-        PAD_SLOT,
-        BLOCK,
-    )
+    if table_a_ptr is not None:
+        _derive_group(
+            table_a_ptr,
+            table_out_a_ptr,
+            loc_out_a_ptr,
+            stride_table_a_row,
+            stride_table_out_a_req,
+            width_a,
+            req,
+            row,
+            tokens,
+            positions,
+            is_token,
+            PAGE_SIZE_A,
+            PAD_ROW,
+            PAD_SLOT,
+            BLOCK,
+        )
     if HAS_B:
         _derive_group(
             table_b_ptr,
@@ -217,22 +218,23 @@ def _derive_kernel(
 def launch_derive(
     source: TableRows,
     derived: Sequence[Tensor],
-    groups: Sequence[tuple[Tensor, Tensor, Tensor, int]],
+    groups: Sequence[tuple[Tensor | None, Tensor | None, Tensor | None, int]],
     *,
     max_extend_len: int,
     block: int = _BLOCK,
 ) -> None:
     """One program per request and chunk of tokens or pages; one launch per two groups, of which
-    each writes the lengths and positions.
+    each writes the lengths and positions; one where there are none.
 
     derived: the kernel's outputs from row_ids to input_ids; groups: (table of the requests, page
     table and slots of the step, page size).
     """
     columns = source[:4]
     strides = [tensor.stride(0) for tensor in columns]
-    widest = max(table.shape[1] for table in source.page_tables)
+    widest = max((table.shape[1] for table in source.page_tables), default=0)
     block_tokens = _FEW_TOKENS if max_extend_len <= _FEW_TOKENS else _MANY_TOKENS
     chunks = max(cdiv(max_extend_len, block_tokens), cdiv(widest, block))
+    groups = groups or [(None, None, None, 0)]
     for first in range(0, len(groups), 2):
         a, b = groups[first], groups[min(first + 1, len(groups) - 1)]
         launch(
@@ -243,9 +245,8 @@ def launch_derive(
             *a[:3],
             *b[:3],
             *strides,
-            *(table.stride(0) for table in (*a[:2], *b[:2])),
-            a[0].shape[1],
-            b[0].shape[1],
+            *(0 if table is None else table.stride(0) for table in (*a[:2], *b[:2])),
+            *(0 if table is None else table.shape[1] for table in (a[0], b[0])),
             PAGE_SIZE_A=a[3],
             PAGE_SIZE_B=b[3],
             HAS_B=first + 1 < len(groups),
