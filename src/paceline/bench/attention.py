@@ -38,7 +38,7 @@ from paceline.plan.machine import local_device, versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class PeerLibrary:
     """The library beside ours."""
 
     name: str | None  # None: nothing to compare with
@@ -65,7 +65,7 @@ class AttentionReport:
     shape: AttentionShape
     layers: int
     backend: str  # ours
-    peer: Peer
+    peer: PeerLibrary
     results: tuple[ContenderResult, ...]
     ratio: float | None  # the peer's time over ours
     is_cut: bool = False  # it is all or nothing
@@ -157,16 +157,18 @@ def bench_attention(
     )
 
 
-def choose_peer(peer: str, shape: AttentionShape, device_type: str) -> Peer:
+def choose_peer(peer: str, shape: AttentionShape, device_type: str) -> PeerLibrary:
     """The peer that was asked for.  Raises ConfigError when it cannot run and was named."""
     if peer == "none":
-        return Peer(name=None, why="not asked for", makes={})
+        return PeerLibrary(name=None, why="not asked for", makes={})
     absent = flashinfer_peer.absence(shape, device_type)
     if absent is None:
         makes = flashinfer_peer.variants(shape)
-        return Peer(name="flashinfer", why="the better of its kernels is the peer", makes=makes)
+        return PeerLibrary(
+            name="flashinfer", why="the better of its kernels is the peer", makes=makes
+        )
     if peer == "auto":
-        return Peer(name=None, why=f"no flashinfer: {absent}", makes={})
+        return PeerLibrary(name=None, why=f"no flashinfer: {absent}", makes={})
     raise ConfigError.about(
         "peer",
         expected="a library that runs here",

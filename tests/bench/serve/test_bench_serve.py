@@ -15,7 +15,7 @@ from fake_openai import CHARS_PER_TOKEN, FIXED, fake_server
 
 from children import hearing_ctrl_c
 from paceline.bench.page import page
-from paceline.bench.serve.asks import Scale, Target
+from paceline.bench.serve.asks import Scale, ServedModel
 from paceline.bench.serve.bench import bench_serve
 from paceline.bench.serve.client import Place
 from paceline.bench.serve.load import Answer, Load
@@ -241,7 +241,7 @@ def answered(due=0.0, first=0.1, last=0.5, tokens=5, **more):
 
 
 def reported(*answers, seconds=2.0, is_cut=False, **shape):
-    target = Target(base_url="http://x/v1", model="m", context_len=None, is_ours=False)
+    target = ServedModel(base_url="http://x/v1", model="m", context_len=None, is_ours=False)
     load = Load(
         target=target,
         scale=Scale(fixed=0.0, per_char=0.25),

@@ -29,7 +29,7 @@ _PROBES = (64, 512)  # characters of the texts whose tokens the server counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ServedModel:
     """A server, as far as it tells."""
 
     base_url: str
@@ -67,7 +67,7 @@ class Ask:
 class Bodies:
     """How requests are written for one server."""
 
-    target: Target
+    target: ServedModel
     shape: LoadShape
 
     @property
@@ -95,7 +95,7 @@ class Bodies:
         return body | {"stream": True, "stream_options": {"include_usage": True}} | own
 
 
-async def find_target(client: Client, base_url: str, model: str | None) -> Target:
+async def find_target(client: Client, base_url: str, model: str | None) -> ServedModel:
     """Ask a server what it serves.  Raises ConfigError."""
     try:
         listed = (await client.get("/models")).get("data")
@@ -106,7 +106,7 @@ async def find_target(client: Client, base_url: str, model: str | None) -> Targe
         raise _no_server(base_url, "no model at /models")
     name = next(iter(rows)) if model is None else model
     row: dict[str, Any] = rows.get(name, {})
-    return Target(
+    return ServedModel(
         base_url=base_url,
         model=name,
         context_len=row.get("max_model_len"),
@@ -178,7 +178,7 @@ def sample(shape: LoadShape) -> str:
     return text
 
 
-def plan_asks(shape: LoadShape, target: Target, scale: Scale) -> tuple[list[Ask], list[Ask]]:
+def plan_asks(shape: LoadShape, target: ServedModel, scale: Scale) -> tuple[list[Ask], list[Ask]]:
     """(those before the load, those of the load).  Raises ConfigError for what does not fit."""
     traffic = shape.traffic
     source = random.Random(f"{shape.seed} asks")
@@ -199,7 +199,7 @@ def plan_asks(shape: LoadShape, target: Target, scale: Scale) -> tuple[list[Ask]
 
 
 def _drawn(
-    shape: LoadShape, target: Target, scale: Scale, count: int, source: random.Random
+    shape: LoadShape, target: ServedModel, scale: Scale, count: int, source: random.Random
 ) -> list[tuple[str, int]]:
     traffic = shape.traffic
     inputs, outputs, _ = traffic.lengths(target.context_len or 1 << 30)
@@ -213,7 +213,7 @@ def _drawn(
 
 
 def _talks(
-    shape: LoadShape, target: Target, scale: Scale, count: int, source: random.Random
+    shape: LoadShape, target: ServedModel, scale: Scale, count: int, source: random.Random
 ) -> list[tuple[str, int]]:
     """First turns of a file that fit the context, and about how long their answers are."""
     assert shape.traffic.dataset is not None, "there is a file"

@@ -11,7 +11,7 @@ from paceline.bench.serve.asks import (
     Ask,
     Bodies,
     Scale,
-    Target,
+    ServedModel,
     find_target,
     measure,
     plan_asks,
@@ -67,7 +67,7 @@ class Answer:
 class Load:
     """What a run brought."""
 
-    target: Target
+    target: ServedModel
     scale: Scale
     num_asked: int
     answers: tuple[Answer, ...]  # as they ended
@@ -82,7 +82,7 @@ class LoadRun:
         self._shape = shape
         self._answers: list[Answer] = []
         self._began = 0.0
-        self._found: tuple[Target, Scale, Sequence[Ask]] | None = None
+        self._found: tuple[ServedModel, Scale, Sequence[Ask]] | None = None
 
     def run(self, base_url: str, *, model: str | None, api_key: str | None) -> Load:
         """Raises ConfigError for a server that cannot be measured, IntegrityError for texts that

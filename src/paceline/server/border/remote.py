@@ -16,20 +16,20 @@ from paceline.engine.request import Share
 from paceline.llm.callers import Callers
 from paceline.server.border.messages import (
     Abort,
-    Accepted,
-    Ask,
+    BorderMessage,
     Broken,
     Cancel,
-    Failed,
+    EngineRefusal,
     Frames,
     Grown,
     Leave,
-    Loading,
+    LoadProgress,
+    LogLine,
+    Look,
     Looked,
-    Message,
     News,
+    Queued,
     Ready,
-    Said,
     Stuck,
     Submit,
     framed,
@@ -86,7 +86,7 @@ class RemoteEngine(asyncio.Protocol):
         self._fault: str | None = None
         self._is_stopped = False
         self._phase_began = self._told_at = self._loop.time()
-        self._loading = Loading(phase="starting", done=0, total=0)
+        self._loading = LoadProgress(phase="starting", done=0, total=0)
 
     @property
     def callers(self) -> Callers:
@@ -241,13 +241,13 @@ class RemoteEngine(asyncio.Protocol):
     def _ask(self) -> asyncio.Future[Looked]:
         answer: asyncio.Future[Looked] = self._loop.create_future()
         self._asked.append((self._loop.time(), answer))
-        self._say(Ask())
+        self._say(Look())
         return answer
 
     def _cancel(self, number: int) -> None:
         self._say(Cancel(number=number))
 
-    def _say(self, command: Message) -> None:
+    def _say(self, command: BorderMessage) -> None:
         if self._line is not None and not self._line.is_closing():
             self._line.write(framed([command]))
 
@@ -264,31 +264,31 @@ class RemoteEngine(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._loop.create_task(self._on_end())
 
-    def _hear(self, news: Message) -> None:
+    def _hear(self, news: BorderMessage) -> None:
         match news:
             case Grown():
                 self._callers.deliver(news.number, news.index, news)
-            case Accepted():
+            case Queued():
                 self._callers.accept(news.number)
-            case Failed(number=int(number)):
+            case EngineRefusal(number=int(number)):
                 self._callers.refuse(number, news.error())
-            case Failed():
+            case EngineRefusal():
                 self._ready.set_exception(news.error())
             case Looked():
                 _, answer = self._asked.popleft()
                 if not answer.done():  # nobody waits that long
                     answer.set_result(news)
-            case Said():
+            case LogLine():
                 _LOG.log(news.level, "%s", news.text)
             case Stuck():
                 self._stuck_in = news.phase
-            case Loading():
+            case LoadProgress():
                 self._told_at = self._loop.time()
                 if news.phase != self._loading.phase:
                     self._phase_began = self._loop.time()
                 self._loading = news
             case Ready():
-                self._loading = Loading(phase="reading the tokenizer", done=0, total=0)
+                self._loading = LoadProgress(phase="reading the tokenizer", done=0, total=0)
                 self._ready.set_result(news)
             case Broken():
                 self._fail(f"ended by {news.cause}")

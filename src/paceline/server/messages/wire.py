@@ -66,14 +66,14 @@ class ToolResult(Wire, frozen=True, kw_only=True, tag_field="type", tag="tool_re
         _check_texts(self.content, (*place, "content"))
 
 
-Block = Text | Thinking | ToolUse | ToolResult
+ContentBlock = Text | Thinking | ToolUse | ToolResult
 
 
-class Turn(Wire, frozen=True, kw_only=True):
+class InputMessage(Wire, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Meta(max_length=MAX_MESSAGES)]
+    content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_MESSAGES)]
 
     def check(self, place: Place) -> None:
         for index, block in enumerate(() if isinstance(self.content, str) else self.content):
@@ -111,7 +111,7 @@ class Turn(Wire, frozen=True, kw_only=True):
             )
 
 
-class OwnTool(Wire, frozen=True, kw_only=True):
+class CustomTool(Wire, frozen=True, kw_only=True):
     """What the model may call; input_schema: a JSON schema of an object."""
 
     name: FunctionName
@@ -121,7 +121,7 @@ class OwnTool(Wire, frozen=True, kw_only=True):
     cache_control: _Cached = UNSET
 
 
-class Choice(Wire, frozen=True, kw_only=True):
+class ToolUseChoice(Wire, frozen=True, kw_only=True):
     """Which tools are to be called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -129,7 +129,7 @@ class Choice(Wire, frozen=True, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Reasoning(Wire, frozen=True, kw_only=True):
+class ThinkingConfig(Wire, frozen=True, kw_only=True):
     """Whether the model reasons; how long, its template does not say."""
 
     type: Literal["disabled"]
@@ -148,11 +148,11 @@ class CountRequest(Wire, frozen=True, kw_only=True):
     }
 
     model: str
-    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Annotated[list[Text], Meta(max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[OwnTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
-    thinking: Reasoning | None = None
+    tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolUseChoice | None = None
+    thinking: ThinkingConfig | None = None
 
     def check(self, place: Place) -> None:
         Wire.check(self, place)
@@ -174,7 +174,7 @@ class CountRequest(Wire, frozen=True, kw_only=True):
         system = (
             [] if self.system is None else [Message(role="system", content=text_of(self.system))]
         )
-        choice = self.tool_choice or Choice(type="auto")
+        choice = self.tool_choice or ToolUseChoice(type="auto")
         kinds = {"auto": "auto", "any": "required", "none": "none"}
         named = ToolChoice(type="function", function=Named(name=choice.name or ""))
         # What an assistant's last turn says goes on.
@@ -228,7 +228,7 @@ def _checked(chat: ChatRequest) -> ChatRequest:
     return chat
 
 
-def _tool(tool: OwnTool) -> Tool:
+def _tool(tool: CustomTool) -> Tool:
     function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
     return Tool(type="function", function=function)
 
