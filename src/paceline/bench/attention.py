@@ -20,18 +20,18 @@ from paceline.bench import flashinfer_peer
 from paceline.bench.attention_contenders import (
     Make,
     attention_config,
-    check,
     num_layers,
     our_make,
     require_memory,
     wants_finite,
+    worst_errors,
 )
-from paceline.bench.attention_shape import AttentionShape, shape_of
+from paceline.bench.attention_shape import AttentionShape, attention_shape
 from paceline.bench.attention_workload import make_workload
 from paceline.bench.backends import BackendsReport, bench_backends, plan_of
 from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.bench.page import Bars, bars
-from paceline.bench.subject import by_field
+from paceline.bench.subject import document_fields
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.plan.machine import local_device, versions
@@ -83,7 +83,7 @@ class AttentionReport:
                 "matmul_flops": facts.matmul_flops,
             },
             "versions": {**versions(), "flashinfer": flashinfer_peer.version()},
-            **by_field(self, without=("facts", "peer", "is_cut")),
+            **document_fields(self, without=("facts", "peer", "is_cut")),
             "peer": {"name": self.peer.name, "why": self.peer.why},
         }
 
@@ -136,7 +136,7 @@ def bench_attention(
     makes = {ours: our_make(ours), **beside.makes}
     layers = num_layers(shape, facts)
     require_memory(shape, layers, facts)
-    errors = check(makes, shape, here, finite=wants_finite(ours))
+    errors = worst_errors(makes, shape, here, finite=wants_finite(ours))
     work = make_workload(
         shape, [shape.kv_len] * shape.batch_size, layers=layers, device=here, seed=1
     )
@@ -184,7 +184,7 @@ def bench_values(values: Mapping[str, Any]) -> AttentionReport | BackendsReport:
     if plan is not None:
         return bench_backends(plan, local_device(asked))
     return bench_attention(
-        shape_of(values),
+        attention_shape(values),
         backend=values["backend"],
         peer=values["peer"],
         device=local_device(asked),

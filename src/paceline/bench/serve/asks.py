@@ -95,7 +95,7 @@ class Bodies:
         return body | {"stream": True, "stream_options": {"include_usage": True}} | own
 
 
-async def find_target(client: Client, base_url: str, model: str | None) -> ServedModel:
+async def find_served_model(client: Client, base_url: str, model: str | None) -> ServedModel:
     """Ask a server what it serves.  Raises ConfigError."""
     try:
         listed = (await client.get("/models")).get("data")
@@ -137,11 +137,11 @@ async def measure(client: Client, bodies: Bodies, text: str) -> Scale:
 
 def prompt_tokens(answer: Document) -> int:
     """As the server counted.  Raises ConfigError where it does not."""
-    count: int = usage_of(answer)["prompt_tokens"]
+    count: int = token_usage(answer)["prompt_tokens"]
     return count
 
 
-def usage_of(answer: Document) -> dict[str, Any]:
+def token_usage(answer: Document) -> dict[str, Any]:
     """What an answer, or the last event of a stream, says of its tokens.  Raises ConfigError."""
     usage = answer.get("usage")
     if isinstance(usage, dict) and {"prompt_tokens", "completion_tokens"} <= usage.keys():

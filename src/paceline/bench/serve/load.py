@@ -12,11 +12,11 @@ from paceline.bench.serve.asks import (
     Bodies,
     Scale,
     ServedModel,
-    find_target,
+    find_served_model,
     measure,
     plan_asks,
     sample,
-    usage_of,
+    token_usage,
 )
 from paceline.bench.serve.client import AnswerError, Client, Document, Place
 from paceline.bench.serve.shape import LoadShape
@@ -110,7 +110,7 @@ class LoadRun:
         shape = self._shape
         client = Client(Place.of(base_url), api_key=api_key, timeout=shape.timeout)
         try:
-            target = await find_target(client, base_url, model)
+            target = await find_served_model(client, base_url, model)
             bodies = Bodies(target=target, shape=shape)
             try:
                 scale = await measure(client, bodies, sample(shape))
@@ -175,10 +175,10 @@ class LoadRun:
                     if has_text(event):
                         came.append(now - began)
                     if event.get("usage"):
-                        usage = usage_of(event)
+                        usage = token_usage(event)
                     receipts += event.get("receipt") or []
             ended = time.perf_counter()
-            usage = usage_of({"usage": usage})
+            usage = token_usage({"usage": usage})
         except AnswerError as error:
             ended, kind, details = time.perf_counter(), error.kind, str(error)
         except ConfigError as error:
@@ -220,7 +220,7 @@ async def _check_texts(client: Client, bodies: Bodies, texts: Sequence[str]) -> 
     for number, text in enumerate(texts[: bodies.shape.checks]):
         body = bodies.of(text, _CHECKED_LEN, is_greedy=True)
         once, again = [
-            text_of(await client.post(bodies.path, body)) for _ in range(2)
+            answer_text(await client.post(bodies.path, body)) for _ in range(2)
         ]  # one behind the other
         if once != again:
             at = next(
@@ -236,7 +236,7 @@ async def _check_texts(client: Client, bodies: Bodies, texts: Sequence[str]) -> 
             )
 
 
-def text_of(answer: Document) -> str:
+def answer_text(answer: Document) -> str:
     """All that the choices of an answer in one piece say."""
     said = [choice.get("message", choice) for choice in answer.get("choices", ())]
     return "".join(str(each.get(name) or "") for each in said for name in _SAID)
