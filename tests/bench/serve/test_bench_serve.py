@@ -19,7 +19,7 @@ from paceline.bench.serve.asks import Scale, ServedModel
 from paceline.bench.serve.bench import bench_serve
 from paceline.bench.serve.client import Place
 from paceline.bench.serve.load import Answer, Load
-from paceline.bench.serve.report import ServeReport
+from paceline.bench.serve.report import Goodput, ServeReport
 from paceline.bench.serve.shape import LoadShape, Slo
 from paceline.bench.traffic.shape import Lengths, TrafficShape
 from paceline.cli.app import app
@@ -263,11 +263,11 @@ def test_goodput_counts_answers_that_keep_every_limit():
     )
     slo = Slo(ttft=200.0, inter_token=150.0)
     report = reported(*answers, slo=slo)
-    assert report.goodput == {"requests_s": 1.0, "share": 0.4}
+    assert report.goodput == Goodput(requests_s=1.0, share=0.4)
     assert (
         "goodput 1.00 requests/s, 40.0% (ttft <= 200 ms, inter_token <= 150 ms)" in report.table()
     )
-    assert reported(*answers, slo=Slo(e2e=1000.0)).goodput["share"] == 0.6
+    assert reported(*answers, slo=Slo(e2e=1000.0)).goodput.share == 0.6
     with pytest.raises(ConfigError, match="slo_ttft must be a finite number above 0"):
         Slo(ttft=0.0)
 

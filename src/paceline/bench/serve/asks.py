@@ -126,7 +126,7 @@ async def measure(client: Client, bodies: Bodies, text: str) -> Scale:
     counts: list[int] = []
     for length in _PROBES:
         answer = await client.post(bodies.path, bodies.of(text[:length], 1, is_greedy=True))
-        counts.append(prompt_tokens(answer))
+        counts.append(token_usage(answer.get("usage")).prompt)
     few, many = (min(length, len(text)) for length in _PROBES)
     if counts[1] <= counts[0]:
         remedy = "give --dataset texts that differ in length"
@@ -135,17 +135,28 @@ async def measure(client: Client, bodies: Bodies, text: str) -> Scale:
     return Scale(fixed=max(0.0, counts[0] - per_char * few), per_char=per_char)
 
 
-def prompt_tokens(answer: Document) -> int:
-    """As the server counted.  Raises ConfigError where it does not."""
-    count: int = token_usage(answer)["prompt_tokens"]
-    return count
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenUsage:
+    """Tokens of one request, as the server counted."""
+
+    prompt: int
+    output: int
+    cached: int  # of the prompt; 0 also where the server does not say
 
 
-def token_usage(answer: Document) -> dict[str, Any]:
-    """What an answer, or the last event of a stream, says of its tokens.  Raises ConfigError."""
-    usage = answer.get("usage")
+NO_USAGE = TokenUsage(prompt=0, output=0, cached=0)
+
+
+def token_usage(usage: object) -> TokenUsage:
+    """From the `usage` of an answer, or of the last event of a stream.  Raises ConfigError where it
+    does not count."""
     if isinstance(usage, dict) and {"prompt_tokens", "completion_tokens"} <= usage.keys():
-        return usage
+        details = usage.get("prompt_tokens_details") or {}
+        return TokenUsage(
+            prompt=usage["prompt_tokens"],
+            output=usage["completion_tokens"],
+            cached=details.get("cached_tokens") or 0,
+        )
     raise ConfigError.about(
         "usage of an answer",
         expected="prompt_tokens and completion_tokens",

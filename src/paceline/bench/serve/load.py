@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.bench.serve.asks import (
+    NO_USAGE,
     Ask,
     Bodies,
     Scale,
@@ -165,8 +165,8 @@ class LoadRun:
 
     async def _answer(self, client: Client, bodies: Bodies, ask: Ask, number: int) -> Answer:
         began, came = self._began, []
-        usage: dict[str, Any] = {}
-        receipts: list[dict[str, Any]] = []
+        usage: object = None
+        counted, queue_s = NO_USAGE, None
         sent = time.perf_counter()
         kind, details = None, ""
         try:
@@ -174,30 +174,28 @@ class LoadRun:
                 async for now, event in events:
                     if has_text(event):
                         came.append(now - began)
-                    if event.get("usage"):
-                        usage = token_usage(event)
-                    receipts += event.get("receipt") or []
+                    usage = event.get("usage") or usage
+                    for receipt in event.get("receipt") or ():
+                        queue_s = receipt.get("queue_s") if queue_s is None else queue_s
             ended = time.perf_counter()
-            usage = token_usage({"usage": usage})
+            counted = token_usage(usage)
         except AnswerError as error:
             ended, kind, details = time.perf_counter(), error.kind, str(error)
         except ConfigError as error:
             ended, kind, details = time.perf_counter(), "no usage", str(error)
         wanted = None if self._shape.natural_end else ask.output_len
-        output = usage.get("completion_tokens", 0)
-        if kind is None and wanted not in (None, output):
-            kind, details = "wrong length", f"{output} tokens, asked for {wanted}"
-        details_of_prompt = usage.get("prompt_tokens_details") or {}
+        if kind is None and wanted not in (None, counted.output):
+            kind, details = "wrong length", f"{counted.output} tokens, asked for {wanted}"
         return Answer(
             due_s=sent - began if ask.due_s is None else ask.due_s,
             sent_s=sent - began,
             came_s=tuple(came),
             ended_s=ended - began,
             wanted=wanted,
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            cached_tokens=details_of_prompt.get("cached_tokens") or 0,
-            output_tokens=output,
-            queue_s=receipts[0].get("queue_s") if receipts else None,
+            prompt_tokens=counted.prompt,
+            cached_tokens=counted.cached,
+            output_tokens=counted.output,
+            queue_s=queue_s,
             error=kind,
             details=details,
         )

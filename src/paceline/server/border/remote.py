@@ -5,7 +5,8 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.core.errors import PacelineError, RequestError, message
 from paceline.core.modes import End
@@ -53,6 +54,15 @@ class Peer(Protocol):
 
     def wait(self) -> str:
         """How it has ended, in words; waits for that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadState:
+    """How far an engine is loaded."""
+
+    phase: str
+    percent: float | None  # of the phase; None: nobody knows
+    eta_s: float | None  # until the phase ends; None: nobody knows
 
 
 class RemoteEngine(asyncio.Protocol):
@@ -122,15 +132,15 @@ class RemoteEngine(asyncio.Protocol):
             remedy="restart the server, or raise --load-stuck-seconds",
         )
 
-    def progress(self) -> dict[str, Any]:
-        """How far it is loaded: {phase, percent, eta_s}, the phase's; None where nobody knows."""
+    def progress(self) -> LoadState:
+        """How far it is loaded."""
         loading, in_phase_s = self._loading, self._loop.time() - self._phase_began
         share = loading.done / loading.total if loading.total else None
-        return {
-            "phase": loading.phase,
-            "percent": None if share is None else 100.0 * share,
-            "eta_s": in_phase_s * (1.0 / share - 1.0) if share else None,
-        }
+        return LoadState(
+            phase=loading.phase,
+            percent=None if share is None else 100.0 * share,
+            eta_s=in_phase_s * (1.0 / share - 1.0) if share else None,
+        )
 
     async def connect(self) -> None:
         """Take our end of the border."""
