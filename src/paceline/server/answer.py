@@ -160,10 +160,10 @@ class Job:
 
     @classmethod
     def of(cls, asked: Reading, writer: Writer) -> "Job":
-        """Raises RequestError for parameters out of range."""
+        """What a body asks for, in the endpoint's words."""
         return cls(
             prompts=asked.prompts,
-            params=SamplingParams.from_dict(asked.sampling),
+            params=asked.params,
             end=asked.end,
             second_from=asked.second_from,
             stream=asked.stream,

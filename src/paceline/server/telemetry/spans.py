@@ -133,7 +133,7 @@ def _asked(sampling: Mapping[str, Any]) -> dict[str, Any]:
     told = {_ASKED[name]: value for name, value in given.items() if name in _ASKED}
     stop = sampling.get("stop")
     if stop:
-        told["gen_ai.request.stop_sequences"] = [stop] if isinstance(stop, str) else list(stop)
+        told["gen_ai.request.stop_sequences"] = list(stop)
     return told
 
 
