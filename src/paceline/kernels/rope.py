@@ -12,7 +12,7 @@ away, with ours the more exact; in float32 both agree to one ulp.
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,9 +84,8 @@ def bind_rope(
             (_pairs_of(pairs, columns), axis, _pairs_of(looked, columns))
             for axis, columns in zip(positions, axis_columns, strict=True)
         ]
-    runs: list[Run] = [
-        partial(torch.index_select, table, 0, at, out=found) for table, at, found in looked_up
-    ]
+    look_up: Any = torch.index_select
+    runs: list[Run] = [partial(look_up, table, 0, at, out=found) for table, at, found in looked_up]
     if _is_next_in_row(q, k):
         return [*runs, _bind_rotation(q, q.shape[1] + k.shape[1], cos, sin, start)]
     return runs + [_bind_rotation(x, x.shape[1], cos, sin, start) for x in (q, k)]
