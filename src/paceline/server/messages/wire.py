@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta
+from msgspec.structs import replace
 
 from paceline.server.bodies.places import Place, written
 from paceline.server.bodies.refusals import Refusal, Unserved, Wire
@@ -169,29 +170,33 @@ class CountRequest(Wire, frozen=True, kw_only=True):
                 param="tool_choice.name",
             )
 
-    def chat(self) -> dict[str, Any]:
-        """Fields of a ChatRequest."""
+    def _chat(self) -> ChatRequest:
+        """Not yet checked."""
         system = (
             [] if self.system is None else [Message(role="system", content=text_of(self.system))]
         )
         choice = self.tool_choice or ToolUseChoice(type="auto")
-        kinds = {"auto": "auto", "any": "required", "none": "none"}
+        kinds: Mapping[str, Literal["auto", "required", "none"]] = {
+            "auto": "auto",
+            "any": "required",
+            "none": "none",
+        }
         named = ToolChoice(type="function", function=Named(name=choice.name or ""))
         # What an assistant's last turn says goes on.
         goes_on = self.messages[-1].role == "assistant"
-        return {
-            "model": self.model,
-            "messages": [*system, *(said for turn in self.messages for said in turn.messages())],
-            "tools": [_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": named if choice.type == "tool" else kinds[choice.type],
-            "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
-            "reasoning_effort": None if self.thinking is None else "none",
-            "continue_final_message": True if goes_on else None,
-        }
+        return ChatRequest(
+            model=self.model,
+            messages=[*system, *(said for turn in self.messages for said in turn.messages())],
+            tools=[_tool(tool) for tool in self.tools or ()] or None,
+            tool_choice=named if choice.type == "tool" else kinds[choice.type],
+            parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
+            reasoning_effort=None if self.thinking is None else "none",
+            continue_final_message=True if goes_on else None,
+        )
 
     def as_chat(self) -> ChatRequest:
         """Raises ApiError for what no chat takes."""
-        return _checked(ChatRequest(**self.chat()))
+        return _checked(self._chat())
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -212,11 +217,14 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     mcp_servers: Annotated[Unserved, Refusal(([],), "nothing is run here")] = UNSET
 
     def as_chat(self) -> ChatRequest:
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         return _checked(
-            ChatRequest(
-                **self.chat(),
-                **{name: getattr(self, name) for name in names},
+            replace(
+                self._chat(),
+                max_tokens=self.max_tokens,
+                stream=self.stream,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
                 stop=self.stop_sequences,
                 stream_options=StreamOptions(include_usage=True) if self.stream else None,
             )
