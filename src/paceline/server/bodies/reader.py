@@ -77,11 +77,6 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     told: bytes = b""  # JSON of what was asked, where the answer repeats it
     form: Form = TEXT  # what is looked for in the answers
 
-    @property
-    def asked(self) -> dict[str, Any]:
-        """What the client said of `params`."""
-        return {name: getattr(self.params, name) for name in self.given}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reader:
