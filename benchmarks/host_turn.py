@@ -90,7 +90,7 @@ class World:
             max_model_len=PROMPT_TOKENS + num_turns + 8,
         )
         generator = torch.Generator().manual_seed(1)
-        vocab = self.llm.report()["vocab_size"]
+        vocab = self.llm.prepared.config.vocab_size
         ids = torch.randint(300, vocab, (num_turns + 8, rows), generator=generator)
         steps = torch.zeros(*ids.shape, 3, dtype=torch.int32)
         steps[:, :, 0], steps[:, :, 2] = 1, ids

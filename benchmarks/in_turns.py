@@ -27,16 +27,17 @@ LEAST_PAIRS = 7
 def serve(options: dict[str, Any]) -> None:
     """The child: reads cases, answers how long each took and what was said."""
     from paceline import LLM, SamplingParams
+    from paceline.plan.machine import versions
 
     llm = LLM(**options)
-    report = llm.report()
-    facts = {"device": report["device"], "versions": report["versions"]}
+    prepared = llm.prepared
+    facts = {"device": prepared.device.name, "versions": versions()}
     print(json.dumps(facts), flush=True)
     for line in sys.stdin:
         requests, input_len, output_len = map(int, line.split("x"))
         source = random.Random(line)
         prompts = [
-            [source.randrange(report["vocab_size"]) for _ in range(input_len)]
+            [source.randrange(prepared.config.vocab_size) for _ in range(input_len)]
             for _ in range(requests)
         ]
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)

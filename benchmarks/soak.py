@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from paceline.bench.serve.client import AnswerError, Client, Place
-from paceline.bench.serve.load import text_of
+from paceline.bench.serve.load import answer_text
 from paceline.bench.serve.own_server import own_server
 from paceline.core.progress import Progress
 from paceline.plan.machine import versions
@@ -134,7 +134,7 @@ class Soak:
             for prompt in PROMPTS:
                 for tokens in TOKENS:
                     answer = await self._client.post("/completions", self._body((prompt, tokens)))
-                    self._texts[prompt, tokens] = text_of(answer)
+                    self._texts[prompt, tokens] = answer_text(answer)
             self._end = time.monotonic() + self._seconds
             kinds = {
                 "whole": (self._whole, 3),
@@ -189,7 +189,7 @@ class Soak:
 
     async def _whole(self, source: random.Random) -> None:
         ask = self._ask(source)
-        self._compare(ask, text_of(await self._client.post("/completions", self._body(ask))))
+        self._compare(ask, answer_text(await self._client.post("/completions", self._body(ask))))
 
     async def _stream(self, source: random.Random) -> None:
         ask = self._ask(source)
@@ -217,7 +217,7 @@ class Soak:
         body = self._body(ask, stream=True, **more)
         async with aclosing(self._client.stream("/completions", body)) as events:
             async for _, event in events:
-                said += text_of(event)
+                said += answer_text(event)
                 most -= 1
                 if not most:
                     break
@@ -252,7 +252,7 @@ class Soak:
         """Read in a process of its own (decision 066), and answered like any other."""
         ask = self._ask(source)
         answer = await self._client.post("/completions", self._body(ask, user="u" * 200_000))
-        self._compare(ask, text_of(answer))
+        self._compare(ask, answer_text(answer))
 
     async def _burst(self, source: random.Random) -> None:
         asks = [(source.choice(PROMPTS), 7) for _ in range(PLACES)]
@@ -267,7 +267,7 @@ class Soak:
 
         async def one(ask: Ask) -> str | None:
             try:
-                return text_of(await self._client.post("/completions", self._body(ask)))
+                return answer_text(await self._client.post("/completions", self._body(ask)))
             except AnswerError as error:
                 if error.kind != FULL:
                     raise

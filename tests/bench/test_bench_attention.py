@@ -16,7 +16,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.measurements import parse_table
 from paceline.bench import attention_workload, flashinfer_peer, interleaved
 from paceline.bench.attention import bench_attention, choose_peer
-from paceline.bench.attention_contenders import check, our_make, ragged_lens, require_memory
+from paceline.bench.attention_contenders import our_make, ragged_lens, require_memory, worst_errors
 from paceline.bench.attention_shape import FLAGS, AttentionShape, suite
 from paceline.bench.attention_workload import make_workload
 from paceline.bench.backends import bench_backends, plan_of
@@ -120,7 +120,7 @@ def test_a_wrong_answer_is_refused_by_name():
     with pytest.raises(
         IntegrityError, match="attention of broken must be the definition's, within"
     ):
-        check({"torch": our_make("torch"), "broken": make}, small(), CPU)
+        worst_errors({"torch": our_make("torch"), "broken": make}, small(), CPU)
 
 
 def test_the_memory_of_a_workload_is_poisoned_where_nobody_may_read():
@@ -138,7 +138,7 @@ def test_the_memory_of_a_workload_is_poisoned_where_nobody_may_read():
 def test_flashinfer_is_driven_as_it_is_documented(flashinfer, extend_len, kv_dtype):
     shape = small(extend_len=extend_len, kv_dtype=kv_dtype)
     makes = flashinfer_peer.variants(shape)
-    errors = check(makes, shape, CPU)
+    errors = worst_errors(makes, shape, CPU)
     names = {"flashinfer tensor cores", "flashinfer"} if extend_len == 1 else {"flashinfer"}
     assert set(errors) == names
 

@@ -124,13 +124,13 @@ def test_the_table_and_the_page_show_it(report, document):
 
 def test_a_shared_prefix_is_found_by_later_passes_and_not_by_the_check(checkpoint, monkeypatch):
     checks = []
-    whole = bench_module.compare
+    whole = bench_module.compare_passes
 
     def noted(llm, traffic, first, second):
         checks.append((first.num_cached_tokens, second.num_cached_tokens))
         return whole(llm, traffic, first, second)
 
-    monkeypatch.setattr(bench_module, "compare", noted)
+    monkeypatch.setattr(bench_module, "compare_passes", noted)
     shape = replace(SHAPE, shared_prefix_len=32, input_len=Lengths.parse("5"))
     document = told(checkpoint, shape, page_size=4)
     ((first, second),) = checks

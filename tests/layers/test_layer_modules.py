@@ -16,7 +16,7 @@ from paceline.layers.moe import SparseMLP
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
-from paceline.layers.weights.weight_format import Target
+from paceline.layers.weights.weight_format import Destination
 from paceline.models import tensor_names
 
 CPU = Placement(torch.device("cpu"), torch.float32, DENSE)
@@ -30,7 +30,7 @@ def filled(module: nn.Module) -> nn.Module:
     return module
 
 
-def held(target: Target) -> Tensor:
+def held(target: Destination) -> Tensor:
     """What a stored tensor fills whole."""
     [block] = target.blocks
     return block.into

@@ -7,7 +7,7 @@ from llm_cases import GREEDY, Checkpoint, make_llm, random_prompts, tokens_of
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError, PacelineError
 from paceline.llm.boot import Knobs
-from paceline.llm.teacher import Form, round_rows
+from paceline.llm.teacher import TeacherForm, round_rows
 
 TREE = DraftShape(num_steps=3, topk=2, num_draft_tokens=6)
 CHAIN = DraftShape(num_steps=3, topk=1, num_draft_tokens=4)
@@ -29,12 +29,12 @@ def llm(checkpoint: Checkpoint):
 
 
 FORMS = {
-    "plain": Form.plain(21),
-    "decode": Form.decode(9),
-    "chain": Form.verify(17, CHAIN),
-    "half a chain": Form.verify(19, CHAIN),
-    "tree": Form.verify(17, TREE),
-    "half a tree": Form.verify(19, TREE),
+    "plain": TeacherForm.plain(21),
+    "decode": TeacherForm.decode(9),
+    "chain": TeacherForm.verify(17, CHAIN),
+    "half a chain": TeacherForm.verify(19, CHAIN),
+    "tree": TeacherForm.verify(17, TREE),
+    "half a tree": TeacherForm.verify(19, TREE),
 }
 
 
@@ -51,7 +51,7 @@ def test_every_form_reads_what_transformers_computes(llm, checkpoint, form):
 
 def test_a_prompt_longer_than_a_step_is_read_in_chunks(checkpoint):
     with make_llm(checkpoint, max_num_batched_tokens=8, max_num_seqs=2) as llm:
-        reading = llm.teacher().read(TOKENS, Form.plain(21), layers=True)
+        reading = llm.teacher().read(TOKENS, TeacherForm.plain(21), layers=True)
     torch.testing.assert_close(reading.logits, checkpoint.logits(TOKENS)[-1], rtol=0, atol=1e-4)
     assert reading.layers[0].shape[0] == 21
 
@@ -83,9 +83,9 @@ def test_too_few_pages_are_an_error_that_borrows_none(checkpoint):
     with make_llm(checkpoint, knobs=knobs, page_size=4, max_num_seqs=2) as llm:
         for _ in range(2):
             with pytest.raises(CapacityError, match="pages to compare what engines compute must"):
-                llm.teacher().read(TOKENS, Form.plain(21))
+                llm.teacher().read(TOKENS, TeacherForm.plain(21))
         llm.engine.scheduler.check_integrity()
-        assert llm.teacher().read(TOKENS[:5], Form.plain(5)).logits.shape == (160,)
+        assert llm.teacher().read(TOKENS[:5], TeacherForm.plain(5)).logits.shape == (160,)
 
 
 def test_a_tree_holds_the_path_and_wrong_branches():

@@ -23,7 +23,13 @@ from paceline.runner import build
 from paceline.runner.recording.recorded import RecordedGraph
 from paceline.runner.sanitizer.dead_slots import SlotUse, chosen_pages, slot_uses
 from paceline.runner.sanitizer.live_rows import LiveRow
-from paceline.runner.sanitizer.poison import LARGE, Piece, bits_of, float_bits, poison_bits
+from paceline.runner.sanitizer.poison import (
+    LARGE,
+    Poisoned,
+    bits_of,
+    float_bits,
+    poison_bits,
+)
 from paceline.runner.streams import DeferredStream
 
 ROWS = (2, 5, 7)
@@ -316,7 +322,7 @@ def test_poison_is_never_the_number_it_covers(dtype: torch.dtype, numbers: list[
         torch.tensor([abs(int(n)) % 256 for n in numbers], dtype=torch.uint8),
     ):
         before = bits_of(tensor).clone()
-        piece = Piece(tensor=tensor, index=None, dead=None, poison=poison_bits(tensor))
+        piece = Poisoned(tensor=tensor, index=None, dead=None, poison=poison_bits(tensor))
         piece.write()
         assert (bits_of(tensor) != before).all()
         assert piece.is_intact()
@@ -329,7 +335,7 @@ def test_a_piece_covers_its_rows_and_dead_elements_alone() -> None:
     dead = torch.tensor([[True, False], [True, True]])
     index = torch.tensor([1, 3])
     poison = float_bits(LARGE, tensor)
-    piece = Piece(tensor=tensor, index=index, dead=dead, poison=poison)
+    piece = Poisoned(tensor=tensor, index=index, dead=dead, poison=poison)
     piece.write()
     assert tensor.tolist() == [[0, 0], [LARGE, 0], [0, 0], [LARGE, LARGE]]
     tensor[1, 1] = 5.0

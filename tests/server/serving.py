@@ -20,7 +20,7 @@ import uvicorn
 from paceline.engine.answers.tracker import Tracker
 from paceline.llm.llm import LLM
 from paceline.server.access.access import Access
-from paceline.server.app import Trace, build_app
+from paceline.server.app import Tracing, build_app
 from paceline.server.bodies.worker import BodyWorker
 from paceline.server.border.host import Host
 from paceline.server.border.outbox import Outbox
@@ -136,7 +136,7 @@ def serving(
     api_keys: Sequence[str] = (),
     limits: ServerLimits = LIMITS,
     weights: Mapping[str, float] | None = None,
-    trace: Trace | None = None,
+    trace: Tracing | None = None,
 ) -> Iterator[Serving]:
     """Serve `llm` as "tiny"; closes it behind."""
     bound = socket.create_server(("127.0.0.1", 0))

@@ -21,7 +21,7 @@ from children import child
 from paceline.core.errors import CapacityError
 from paceline.server.border import engine_main
 from paceline.server.border.engine_main import place_of, progress_to
-from paceline.server.border.messages import Failed, Frames, Loading, News, Stuck, framed
+from paceline.server.border.messages import EngineRefusal, Frames, LoadProgress, News, Stuck, framed
 from paceline.server.border.remote import RemoteEngine
 
 LONG = dict(BODY, max_tokens=2000)
@@ -136,7 +136,7 @@ class Loads(Hosted):
         super().__init__(llm)
 
     def _run(self, theirs):
-        theirs.sendall(framed([Loading(phase="loading weights", done=1, total=4)]))
+        theirs.sendall(framed([LoadProgress(phase="loading weights", done=1, total=4)]))
         self.going.wait()
         super()._run(theirs)
 
@@ -234,7 +234,10 @@ def test_every_request_is_a_line_of_the_access_log(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_frames_are_read_in_whatever_pieces_they_come(size):
-    told = [Failed.of(CapacityError("too long"), number=3), Loading(phase="x", done=1, total=2)]
+    told = [
+        EngineRefusal.of(CapacityError("too long"), number=3),
+        LoadProgress(phase="x", done=1, total=2),
+    ]
     data, frames, read = framed(told) + framed(told[:1]), Frames(News), []
     for begin in range(0, len(data), size):
         read += frames.feed(data[begin : begin + size])
@@ -256,7 +259,7 @@ def test_progress_is_told_when_somebody_may_look():
         say("loading weights", done, 100)
     assert [each.done for each in box] == [0, 100]
     say("recording graphs", 0, 9)
-    assert box[-1] == Loading(phase="recording graphs", done=0, total=9)
+    assert box[-1] == LoadProgress(phase="recording graphs", done=0, total=9)
 
 
 def test_a_turn_that_does_not_end_is_told_until_it_does(monkeypatch):

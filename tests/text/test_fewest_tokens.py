@@ -15,7 +15,7 @@ import paceline
 from paceline.core.errors import RequestError
 from paceline.core.modes import End
 from paceline.llm.admission import Admission
-from paceline.llm.inputs import Conversation
+from paceline.llm.inputs import ChatPrompt
 from paceline.text import fewest_tokens
 from paceline.text.fewest_tokens import fewest_of_pieces, longest_token_bytes
 from paceline.text.tokenizer import Tokenizer
@@ -160,7 +160,7 @@ def test_a_tokenizer_that_drops_text_has_no_bound(make):
     [
         "x" * 10_000,
         {"prompt": "x" * 10_000},
-        Conversation(messages=[{"role": "u", "content": "x"}]),
+        ChatPrompt(messages=[{"role": "u", "content": "x"}]),
     ],
 )
 def test_what_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch, prompt):

@@ -20,25 +20,25 @@ from paceline.bench import flashinfer_peer
 from paceline.bench.attention_contenders import (
     Make,
     attention_config,
-    check,
     num_layers,
     our_make,
     require_memory,
     wants_finite,
+    worst_errors,
 )
-from paceline.bench.attention_shape import AttentionShape, shape_of
+from paceline.bench.attention_shape import AttentionShape, attention_shape
 from paceline.bench.attention_workload import make_workload
 from paceline.bench.backends import BackendsReport, bench_backends, plan_of
 from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.bench.page import Bars, bars
-from paceline.bench.subject import by_field
+from paceline.bench.subject import document_fields
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.plan.machine import local_device, versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class PeerLibrary:
     """The library beside ours."""
 
     name: str | None  # None: nothing to compare with
@@ -65,7 +65,7 @@ class AttentionReport:
     shape: AttentionShape
     layers: int
     backend: str  # ours
-    peer: Peer
+    peer: PeerLibrary
     results: tuple[ContenderResult, ...]
     ratio: float | None  # the peer's time over ours
     is_cut: bool = False  # it is all or nothing
@@ -83,7 +83,7 @@ class AttentionReport:
                 "matmul_flops": facts.matmul_flops,
             },
             "versions": {**versions(), "flashinfer": flashinfer_peer.version()},
-            **by_field(self, without=("facts", "peer", "is_cut")),
+            **document_fields(self, without=("facts", "peer", "is_cut")),
             "peer": {"name": self.peer.name, "why": self.peer.why},
         }
 
@@ -136,7 +136,7 @@ def bench_attention(
     makes = {ours: our_make(ours), **beside.makes}
     layers = num_layers(shape, facts)
     require_memory(shape, layers, facts)
-    errors = check(makes, shape, here, finite=wants_finite(ours))
+    errors = worst_errors(makes, shape, here, finite=wants_finite(ours))
     work = make_workload(
         shape, [shape.kv_len] * shape.batch_size, layers=layers, device=here, seed=1
     )
@@ -157,16 +157,18 @@ def bench_attention(
     )
 
 
-def choose_peer(peer: str, shape: AttentionShape, device_type: str) -> Peer:
+def choose_peer(peer: str, shape: AttentionShape, device_type: str) -> PeerLibrary:
     """The peer that was asked for.  Raises ConfigError when it cannot run and was named."""
     if peer == "none":
-        return Peer(name=None, why="not asked for", makes={})
+        return PeerLibrary(name=None, why="not asked for", makes={})
     absent = flashinfer_peer.absence(shape, device_type)
     if absent is None:
         makes = flashinfer_peer.variants(shape)
-        return Peer(name="flashinfer", why="the better of its kernels is the peer", makes=makes)
+        return PeerLibrary(
+            name="flashinfer", why="the better of its kernels is the peer", makes=makes
+        )
     if peer == "auto":
-        return Peer(name=None, why=f"no flashinfer: {absent}", makes={})
+        return PeerLibrary(name=None, why=f"no flashinfer: {absent}", makes={})
     raise ConfigError.about(
         "peer",
         expected="a library that runs here",
@@ -182,7 +184,7 @@ def bench_values(values: Mapping[str, Any]) -> AttentionReport | BackendsReport:
     if plan is not None:
         return bench_backends(plan, local_device(asked))
     return bench_attention(
-        shape_of(values),
+        attention_shape(values),
         backend=values["backend"],
         peer=values["peer"],
         device=local_device(asked),

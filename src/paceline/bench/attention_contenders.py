@@ -67,7 +67,7 @@ def wants_finite(name: str) -> bool:
     return load_backend(name).capabilities.loads_dead_slots
 
 
-def check(
+def worst_errors(
     makes: Mapping[str, Make],
     shape: AttentionShape,
     device: torch.device,

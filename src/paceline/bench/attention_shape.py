@@ -139,7 +139,7 @@ class AttentionShape:
         return max(self.moved_bytes / bandwidth, self.flops / matmul_flops if matmul_flops else 0.0)
 
 
-def shape_of(values: Mapping[str, object]) -> AttentionShape:
+def attention_shape(values: Mapping[str, object]) -> AttentionShape:
     """The shape among the values of FLAGS."""
     names = AttentionShape.__dataclass_fields__
     chosen = {name: values[name] for name in names}

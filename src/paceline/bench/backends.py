@@ -26,13 +26,13 @@ from paceline.attention.measurements import (
 from paceline.attention.registry import choose, load_backend
 from paceline.bench.attention_contenders import (
     attention_config,
-    check,
     num_layers,
     our_make,
     require_memory,
     wants_finite,
+    worst_errors,
 )
-from paceline.bench.attention_shape import AttentionShape, shape_of, suite
+from paceline.bench.attention_shape import AttentionShape, attention_shape, suite
 from paceline.bench.attention_workload import make_workload
 from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.bench.page import Bars
@@ -130,7 +130,7 @@ def plan_of(values: Mapping[str, Any]) -> Plan | None:
     names = tuple(dict.fromkeys(name.strip() for name in values["backends"].split(",")))
     for name in names:
         load_backend(name)
-    shape = shape_of(values)
+    shape = attention_shape(values)
     path = None if values["save"] is None else Path(values["save"])
     return Plan(
         backends=names,
@@ -180,7 +180,7 @@ def _error_of(name: str, shape: AttentionShape, facts: DeviceFacts) -> float:
     wanted = attention_config(shape, device_type=facts.device_type, cuda_arch=facts.cuda_arch)
     choose(wanted, name)
     here = torch.device(facts.device_type)
-    return check({name: our_make(name)}, shape, here, finite=wants_finite(name))[name]
+    return worst_errors({name: our_make(name)}, shape, here, finite=wants_finite(name))[name]
 
 
 def _timed(

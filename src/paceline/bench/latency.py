@@ -142,7 +142,7 @@ class LatencyBench:
     def run(self) -> LatencyReport | VectorReport:
         """Boot, check, time; of a model that generates nothing how it makes vectors.  Raises
         IntegrityError from a check."""
-        entries_before = kernel_cache()["entries"]
+        entries_before = kernel_cache().entries
         began = time.perf_counter()
         llm = self._make_llm(**self._asked)
         boot_s = time.perf_counter() - began

@@ -26,24 +26,24 @@ class OfAnEngine(Protocol):
     def is_cut(self) -> bool: ...
 
 
-def told(value: Any) -> Any:
+def document_value(value: Any) -> Any:
     """As documents have it: a dataclass by its fields, unless it has a form of its own."""
     if isinstance(value, Told):
         return value.to_json()
     if isinstance(value, tuple):
-        return [told(each) for each in value]
-    return by_field(value) if hasattr(value, "__dataclass_fields__") else value
+        return [document_value(each) for each in value]
+    return document_fields(value) if hasattr(value, "__dataclass_fields__") else value
 
 
-def by_field(found: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def document_fields(found: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """{field: value} of a dataclass."""
     names = [field.name for field in fields(found) if field.name not in without]
-    return {name: told(getattr(found, name)) for name in names}
+    return {name: document_value(getattr(found, name)) for name in names}
 
 
 def document(report: OfAnEngine, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """What was found, field by field, behind what it was found of."""
-    found = by_field(report, without=("prepared", "is_cut", *without))
+    found = document_fields(report, without=("prepared", "is_cut", *without))
     return {**subject(report.prepared), **found, **cut_mark(report.is_cut)}
 
 

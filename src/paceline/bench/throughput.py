@@ -58,7 +58,7 @@ class ThroughputBench:
 
     def run(self) -> ThroughputReport:
         """Boot, send, check.  Raises IntegrityError from a check."""
-        entries_before, began = kernel_cache()["entries"], time.perf_counter()
+        entries_before, began = kernel_cache().entries, time.perf_counter()
         llm = LLM(self._prepared, knobs=Knobs(around_turn=self._log.around))
         boot_s, ready_s = time.perf_counter() - began, seconds_since_process_start()
         passes: list[TrafficPass] = []
@@ -70,7 +70,7 @@ class ThroughputBench:
                     for done in self._passes(llm):
                         passes.append(done)
                         if len(passes) == 2:
-                            check = compare(llm, self._traffic, *passes)
+                            check = compare_passes(llm, self._traffic, *passes)
             except KeyboardInterrupt:
                 if check is None:  # nothing that is checked
                     raise
@@ -102,7 +102,7 @@ class ThroughputBench:
             yield run_pass(llm, self._log, traffic.arrivals(number), name=f"steady {number}")
 
 
-def compare(llm: LLM, traffic: Traffic, first: TrafficPass, second: TrafficPass) -> Check:
+def compare_passes(llm: LLM, traffic: Traffic, first: TrafficPass, second: TrafficPass) -> Check:
     """How many answers of two passes of the same requests differ, and why.
 
     Steps of other shapes round otherwise, so an answer may differ where tokens tie; of the first

@@ -8,9 +8,9 @@ from paceline.bench.page import Bars, Curves, Drawing
 from paceline.bench.subject import (
     attention_words,
     document,
+    document_value,
     drafter_words,
     forced_words,
-    told,
 )
 from paceline.bench.throughput_report import (
     PARTS,
@@ -88,12 +88,16 @@ class ThroughputReport:
 
     def to_json(self) -> dict[str, Any]:
         """The document."""
-        options, passes = self.prepared.options, told(self.passes)
+        options, passes = self.prepared.options, document_value(self.passes)
         return {
             **document(self, without=("within_first",)),
             "dtype": options.dtype,
             "options": {name: getattr(options, name) for name in OPTIONS},
-            "first": {**told(self.first), **told(self.within_first), "to_steady": self.to_steady},
+            "first": {
+                **document_value(self.first),
+                **document_value(self.within_first),
+                "to_steady": self.to_steady,
+            },
             "steady": over_passes(passes),
         }
 

@@ -24,7 +24,7 @@ VERBS = {
 }
 
 
-class Failure(click.ClickException):
+class CommandFailure(click.ClickException):
     """A PacelineError as the command line shows it: type, text, exit code 2."""
 
     exit_code = 2
@@ -60,7 +60,7 @@ class LazyGroup(Verbs):
         try:
             return super().invoke(ctx)
         except PacelineError as error:
-            raise Failure(error) from error
+            raise CommandFailure(error) from error
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from None

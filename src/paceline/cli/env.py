@@ -11,7 +11,7 @@ from paceline.cli.verb import Verb, examples
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 def env(as_json: bool) -> None:
     """Show this machine: versions, CPU, memory, GPUs, backends, kernel cache."""
-    from paceline.plan.environment import environment, show
+    from paceline.plan.environment import environment
 
-    document = environment()
-    click.echo(json.dumps(document) if as_json else show(document))
+    found = environment()
+    click.echo(json.dumps(found.to_json()) if as_json else found.table())

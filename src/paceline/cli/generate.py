@@ -83,9 +83,9 @@ def _refuse_unseen(values: dict[str, Any]) -> None:
 
 
 def _conversations(prompts: Sequence[str]) -> list[Any]:
-    from paceline.llm.inputs import Conversation
+    from paceline.llm.inputs import ChatPrompt
 
-    return [Conversation(messages=[{"role": "user", "content": prompt}]) for prompt in prompts]
+    return [ChatPrompt(messages=[{"role": "user", "content": prompt}]) for prompt in prompts]
 
 
 def _generate(

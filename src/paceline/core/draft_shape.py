@@ -70,8 +70,9 @@ class DraftShape:
 
         Verification writes num_draft_tokens, a draft pass as many as it has rows.
         """
-        rows = (self.num_draft_tokens, *self.pass_rows(from_root=True))
-        return max(rows) if self.has_drafts else 0  # nobody has rounds
+        if not self.has_drafts:
+            return 0  # nobody has rounds
+        return max(self.num_draft_tokens, *self.pass_rows(from_root=True))
 
     def pass_rows(self, *, from_root: bool) -> tuple[int, ...]:
         """[num_passes] rows per request of each pass of a drafter's layers in a round.

@@ -1,7 +1,6 @@
 """Engine: requests in, snapshots out; owns the loop's state between turns."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Hashable, Sequence
 
 from paceline.cache.page_keys import PageKeys, media_of
 from paceline.core.errors import PacelineError, RequestError
@@ -10,7 +9,7 @@ from paceline.core.request.blocks import Blocks
 from paceline.core.request.input_rows import EncoderInput, InputRows
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import PromptPositions, Step
-from paceline.engine.answers.receipt import ReceiptLog
+from paceline.engine.answers.receipt import EngineFacts, ReceiptLog
 from paceline.engine.answers.tracker import Tracker
 from paceline.engine.grammar import Constraint
 from paceline.engine.loop import Launched, Runner, TurnFunction
@@ -26,7 +25,7 @@ class Engine:
     sanitize: whenever nothing is left to do, see that rows, pages and the prefix tree agree; it
         looks at every page.
     rope_axes: of the model, which positions of a prompt must have.
-    facts: what receipts say of every request.
+    facts: what receipts say of every request; None: nothing.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Engine:
         context_len: int,
         sanitize: bool = False,
         rope_axes: int = 1,
-        facts: Mapping[str, object] = MappingProxyType({}),
+        facts: EngineFacts | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner

@@ -68,7 +68,8 @@ ALIKE = Share()
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One generation.  The scheduler and its roster alone write its fields."""
+    """One generation.  The scheduler, with its roster and its RoundPolicy, alone writes
+    its fields."""
 
     request_id: str
     params: SamplingParams

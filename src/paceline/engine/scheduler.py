@@ -22,24 +22,21 @@ from paceline.core.errors import IntegrityError, RequestError
 from paceline.core.modes import End
 from paceline.core.step import (
     NO_ROW_DRAFTS,
-    Delta,
     FinishCode,
     RowDrafts,
     RowLogprobs,
     Step,
     StepOutputs,
 )
+from paceline.engine.admissions import Admissions
 from paceline.engine.ends import PooledRows
-from paceline.engine.never_fits import require_fits
 from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
 from paceline.engine.roster import Roster
+from paceline.engine.round_policy import RoundPolicy
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.step_plan import (
     PlannedRow,
     StepPlan,
-    join_delta,
-    overlay_deltas,
-    overlay_starts,
     page_deltas,
 )
 from paceline.engine.steps_in_flight import StepsInFlight
@@ -74,9 +71,10 @@ class Scheduler:
         self._cache = cache
         self._overlay = overlay
         self._roster = Roster(config.max_running)
+        self._admissions = Admissions(config, cache, overlay, self._roster)
         self._in_flight = StepsInFlight()
         self._last_had_prefill = False
-        self._max_drafting = config.max_drafting
+        self._rounds = RoundPolicy(config, cache)
 
     @property
     def has_work(self) -> bool:
@@ -103,19 +101,13 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request.  Raises CapacityError when it could never run to its end, RequestError
         where its encoder would have more rows than the model's has."""
-        require_fits(
-            request,
-            self._cache,
-            kv_limit=self._kv_limit(request),
-            num_slots=0 if self._overlay is None else self._overlay.total,
-            max_block=self._config.max_block,
-        )
+        self._admissions.require_fits(request)
         if request.end is End.POOL:
             assert self._config.pooling is not None, "admission refuses what nothing would pool"
             request.pooled = PooledRows(self._config.pooling)
         own = {HostNeed.GRAMMAR} if request.constraint is not None else set()
         request.host_needs = self._config.host_needs | own
-        self._roster.add(request, leader=self._leader_to_await(request))
+        self._roster.add(request, leader=self._admissions.leader_to_await(request))
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False when it is unknown or has ended already."""
@@ -140,7 +132,7 @@ class Scheduler:
 
     def limit_drafting(self, most: int | None) -> None:
         """From the next step on draft while at most so many requests decode; None: always."""
-        self._max_drafting = most
+        self._rounds.max_drafting = most
 
     def schedule(self, epoch: int) -> Step | None:
         """The next step, or None when nothing can run before earlier outputs are processed."""
@@ -198,35 +190,13 @@ class Scheduler:
         if self._roster.num_needy:
             ready = [request for request in ready if not self._awaits_host(request)]
         if self._config.draft.has_drafts:
-            self._plan_drafts(plan, ready)
+            self._rounds.plan(plan, ready)
         extend_len = plan.draft.num_draft_tokens
         for request in ready:
             if request.state is RequestState.RUNNING:
                 self._plan_row(plan, request, extend_len)
         if not plan.rows:
             plan.draft, plan.observed = NO_DRAFTS, True
-
-    def _plan_drafts(self, plan: StepPlan, ready: Sequence[Request]) -> None:
-        """Whether the step is a round, and whether the drafter observes it."""
-        most = self._max_drafting
-        is_allowed = most is None or len(ready) <= most
-        if not is_allowed and most is not None and most <= 1:
-            self._stop_following(ready)
-        plan.observed = all(request.is_followed for request in ready)
-        if is_allowed and plan.observed:
-            plan.take_drafts(ready, self._config.draft, max_masks=self._config.max_masks)
-
-    def _may_draft(self) -> bool:
-        """Whether the next step may be a round, with as many requests as run now."""
-        return self._max_drafting is None or self.num_running <= self._max_drafting
-
-    def _stop_following(self, requests: Sequence[Request]) -> None:
-        """The drafter follows them no further: they draft no more, and what it lacks of them
-        nobody finds in the cache."""
-        for request in requests:
-            if request.is_followed:
-                request.is_followed = False
-                self._cache.stop_following(request.request_id, request.kv_least)
 
     def _awaits_host(self, request: Request) -> bool:
         """Whether outputs in flight tell what its next step is made of; if so, it is noted why."""
@@ -236,48 +206,10 @@ class Scheduler:
 
     def _plan_prefills(self, plan: StepPlan) -> None:
         for request in [r for r in self._roster.running if r.is_prefilling]:
-            chunk = self._chunk(plan, request)
+            chunk = self._admissions.chunk(plan, request)
             if chunk > 0 and request.state is RequestState.RUNNING:
                 self._plan_row(plan, request, chunk)
-        self._plan_admissions(plan)
-
-    def _plan_admissions(self, plan: StepPlan) -> None:
-        """In the order of the waiting queue, nobody overtakes: not even a preempted request that
-        still drains.
-
-        Only a request whose leader is computing the prompt that it will share lets others pass.
-        """
-        while self._roster.has_free_row and plan.budget:
-            request = self._roster.waiting.first
-            if request is None or plan.is_stalled or self._roster.num_draining:
-                return
-            joined = plan.joined_tokens + request.num_known
-            if plan.joined_tokens and joined > self._config.max_join_tokens:
-                return
-            if request.input_rows and not self._has_slots(request):
-                return
-            if not self._has_room(plan, request):
-                return
-            limit = self._kv_limit(request)
-            margin = self._config.admission_margin + self._config.draft.reach
-            reserve_to = min(request.num_known + margin, limit)
-            admission = self._cache.admit(
-                request.request_id,
-                request.token_ids,
-                reserve_to=reserve_to,
-                ahead=min(self._config.reserve_ahead, limit - reserve_to),
-                keys=request.keys,
-                max_hit=request.max_hit,
-                encoder_len=request.encoder_len,
-            )
-            if admission is None:
-                return
-            row = self._roster.join(request, admission.prefix_len)
-            deltas = (join_delta(request), *page_deltas(row, admission.page_runs))
-            if request.input_rows:
-                deltas += self._overlay_deltas(request)
-            plan.joined_tokens = joined
-            plan.add(request, self._chunk(plan, request), deltas)
+        self._admissions.plan(plan)
 
     def _plan_slots(self, plan: StepPlan, epoch: int) -> None:
         """Say of each row, once its tokens are settled, which slots of states change."""
@@ -291,44 +223,10 @@ class Scheduler:
             if runs:
                 plan.note(request, runs)
 
-    def _has_slots(self, request: Request) -> bool:
-        """Whether the overlay has room for all rows of a request; behind a hit it needs fewer."""
-        return self._overlay is not None and self._overlay.has_room(request.num_input_rows)
-
-    def _has_room(self, plan: StepPlan, request: Request) -> bool:
-        """Whether what is left of a step holds the longest block of a prompt, or all of one that
-        must be whole."""
-        if self._config.whole_prompts:
-            return plan.budget >= request.num_known
-        blocks = request.keys.blocks
-        return blocks is None or plan.budget >= blocks.longest
-
-    def _overlay_deltas(self, request: Request) -> tuple[Delta, ...]:
-        """The rows of a request that has joined, as far as the cache lacks their KV."""
-        assert self._overlay is not None, "add refuses rows where there is no overlay"
-        count = sum(source.stop - start for source, start in overlay_starts(request))
-        return tuple(overlay_deltas(request, self._overlay.reserve(request.request_id, count)))
-
     def _leave_overlay(self, request: Request, epoch: int) -> None:
         """Its slots come back when `epoch` retires, the last step that may read them."""
         if self._overlay is not None:
             self._overlay.release(request.request_id, epoch=epoch)
-
-    def _leader_to_await(self, request: Request) -> Request | None:
-        """Who computes the prompt that a request will share; None where waiting gains nothing."""
-        leader = request.leader
-        if leader is None or leader.has_prompt_kv or not self._cache.shares(request.prompt_len):
-            return None
-        return leader
-
-    def _chunk(self, plan: StepPlan, request: Request) -> int:
-        num_left = request.join_len - request.kv_least
-        chunk = min(num_left, self._config.chunked_prefill_size, plan.budget)
-        chunk = self._cache.chunk_len(request.kv_least, chunk)
-        blocks = request.keys.blocks
-        if blocks is None:
-            return chunk
-        return blocks.whole(request.kv_least + chunk) - request.kv_least
 
     def _plan_row(self, plan: StepPlan, request: Request, extend_len: int) -> None:
         """Give a running request its place, if its pages can be had now or by preemption."""
@@ -336,7 +234,7 @@ class Scheduler:
         if self._cache.holds(request.request_id, kv_bound):
             plan.add(request, extend_len, ())
             return
-        ahead = min(self._config.reserve_ahead, self._kv_limit(request) - kv_bound)
+        ahead = min(self._config.reserve_ahead, self._config.kv_limit(request.max_len) - kv_bound)
         while request.state is RequestState.RUNNING:
             runs = self._cache.reserve(request.request_id, kv_bound, ahead=ahead)
             if runs is not None:
@@ -460,15 +358,15 @@ class Scheduler:
             return FinishReason.ERROR
         if not request.constraint.is_done:
             drafts = request.params.speculative and request.is_followed
-            shape = self._config.draft if drafts and self._may_draft() else NO_DRAFTS
+            shape = (
+                self._config.draft
+                if drafts and self._rounds.may_draft(self.num_running)
+                else NO_DRAFTS
+            )
             request.constraint.foresee(told.below(tokens), shape, share=share)
             return None
         self._finish(request, FinishReason.STOP)
         return FinishReason.STOP
-
-    def _kv_limit(self, request: Request) -> int:
-        """Tokens a request ever has pages for."""
-        return request.max_len - 1 + self._config.draft.reach
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request; its pages come back when the last step that holds it retires."""

@@ -42,6 +42,10 @@ class SchedulerConfig:
         others may have none."""
         return max(1, (self.max_masks - num_forms) // max(1, num_forms))
 
+    def kv_limit(self, max_len: int) -> int:
+        """Tokens that a request of `max_len` tokens ever has pages for."""
+        return max_len - 1 + self.draft.reach
+
     @property
     def max_block(self) -> int:
         """Tokens of a block at most: a step must hold it, whoever decodes beside."""

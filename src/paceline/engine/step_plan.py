@@ -232,7 +232,7 @@ class StepPlan:
     def build(self, epoch: int, *, is_crowded: bool = False, has_prefill: bool = True) -> Step:
         """The frozen step.  is_crowded: many admitted requests found the same prefix.  has_prefill:
         some row computes known tokens."""
-        rows, draft = list(self.rows.values()), self.draft
+        rows, is_round = list(self.rows.values()), self.draft.has_drafts
         # A last prompt chunk of one token is computed as a decode step is.
         is_decode = all(row.extend_len == 1 and row.emits for row in rows)
         sees_ahead = has_prefill and any(row.is_prefill and row.sees_ahead for row in rows)
@@ -244,19 +244,19 @@ class StepPlan:
                 extend_lens=tuple([row.extend_len for row in rows]),
                 emits=tuple([row.emits for row in rows]),
             ),
-            is_ragged=not (draft.has_drafts or is_decode),
-            mask=MaskKind.BLOCK if sees_ahead else draft.mask,
-            is_round=draft.has_drafts,
+            is_ragged=not (is_round or is_decode),
+            mask=MaskKind.BLOCK if sees_ahead else self.draft.mask,
+            is_round=is_round,
             prefix_lens_bound=tuple([row.prefix_len for row in rows]),
             sampler=max([request.tier for request in emitting], default=SamplerTier.GREEDY),
             logprobs=any(request.params.logprobs is not None for request in emitting),
             deltas=tuple([delta for row in rows for delta in row.deltas]),
             prompt_spans=tuple(self._prompt_spans()),
             observed=self.observed,
-            tells_drafts=self._asked() if draft.has_drafts else (),
-            shares_prefix=is_crowded and is_decode and not draft.has_drafts,
+            tells_drafts=self._asked() if is_round else (),
+            shares_prefix=is_crowded and is_decode and not is_round,
             masks=None if self.is_free else self._masks(),
-            given=() if self.is_free or not draft.has_drafts else self._given(),
+            given=() if self.is_free or not is_round else self._given(),
             has_overlay=has_prefill
             and any(row.request.input_rows and row.reads_overlay for row in rows),
             ends=frozenset([row.request.end for row in rows]) if has_prefill else GENERATES,

@@ -72,7 +72,7 @@ def _bind_latent_rows(
 ) -> Run:
     rank = weight.shape[0]
     parts = [bind_rms_norm(row[:, :rank], weight, eps, False, False, rows[:, 0, :rank])]
-    parts.append(bind_rope(queries, rows, cos_sin, positions, rank))
+    parts += bind_rope(queries, rows, cos_sin, positions, rank)
     parts.append(bind_write_kv(rows, cache, loc, None))
     copies = [
         _laid_out(each, made[..., rank:], pairs)

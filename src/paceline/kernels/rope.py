@@ -10,8 +10,9 @@ away, with ours the more exact; in float32 both agree to one ulp.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,8 +70,9 @@ def bind_rope(
     positions: Tensor,
     start: int,
     axis_columns: Sequence[range] = (),
-) -> Run:
-    """Rotate q [tokens, heads, dim] and k [tokens, kv_heads, dim] in place, from `start` on."""
+) -> list[Run]:
+    """What rotates q [tokens, heads, dim] and k [tokens, kv_heads, dim] in place, from `start` on,
+    one after another."""
     width = cos_sin.shape[1]
     turns = cos_sin.new_empty(q.shape[0], width)
     cos, sin = turns.view(-1, 1, 2, width // 2).unbind(2)
@@ -82,18 +84,11 @@ def bind_rope(
             (_pairs_of(pairs, columns), axis, _pairs_of(looked, columns))
             for axis, columns in zip(positions, axis_columns, strict=True)
         ]
+    look_up: Any = torch.index_select
+    runs: list[Run] = [partial(look_up, table, 0, at, out=found) for table, at, found in looked_up]
     if _is_next_in_row(q, k):
-        rotations = [_bind_rotation(q, q.shape[1] + k.shape[1], cos, sin, start)]
-    else:
-        rotations = [_bind_rotation(x, x.shape[1], cos, sin, start) for x in (q, k)]
-
-    def run() -> None:
-        for table, at, found in looked_up:
-            torch.index_select(table, 0, at, out=found)
-        for rotate in rotations:
-            rotate()
-
-    return run
+        return [*runs, _bind_rotation(q, q.shape[1] + k.shape[1], cos, sin, start)]
+    return runs + [_bind_rotation(x, x.shape[1], cos, sin, start) for x in (q, k)]
 
 
 def _pairs_of(x: Tensor, columns: range) -> Tensor:

@@ -85,7 +85,7 @@ def _bind_rope_write_kv(
     if cos_sin is not None and positions is not None:
         starts, stops, steps = (axis_columns[i::3] for i in range(3))
         columns = [*map(range, starts, stops, steps)]
-        parts.append(bind_rope(q, k, cos_sin, positions, rope_start, columns))
+        parts += bind_rope(q, k, cos_sin, positions, rope_start, columns)
     parts.append(bind_write_kv(k, k_cache, loc, k_scale))
     if v is not None and v_cache is not None:
         parts.append(bind_write_kv(v, v_cache, loc, v_scale))

@@ -20,7 +20,7 @@ from paceline.engine.grammar import Constraint, Grammar
 from paceline.engine.request import ALIKE, Share
 from paceline.llm.embeds import read_embeds, read_encoder_input
 from paceline.llm.inputs import (
-    Conversation,
+    ChatPrompt,
     as_batch,
     as_grammar,
     as_prompt,
@@ -236,12 +236,12 @@ class Admission:
         return self.tokenizer
 
     def _read(
-        self, prompt: str | Sequence[object] | Conversation, most: int
+        self, prompt: str | Sequence[object] | ChatPrompt, most: int
     ) -> tuple[str | None, tuple[int, ...]]:
         """(its text, its token ids, at most so many).  Raises RequestError, ModelError."""
         text: str | None = None
         ids: Sequence[object]
-        if isinstance(prompt, Conversation):
+        if isinstance(prompt, ChatPrompt):
             tokenizer = self.require_tokenizer()
             text = tokenizer.render_chat(
                 prompt.messages,

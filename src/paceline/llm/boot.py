@@ -18,6 +18,7 @@ from paceline.core.events import Event, Notify
 from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import known
 from paceline.engine.acceptance import read_band
+from paceline.engine.answers.receipt import EngineFacts, PhaseBackends
 from paceline.engine.engine import Engine
 from paceline.engine.loop import TurnFunction, overlapped_turn, twin_turn
 from paceline.engine.request import HostNeed
@@ -183,18 +184,18 @@ def _black_box(prepared: Prepared, knobs: Knobs, scheduler: Scheduler) -> "Black
     )
 
 
-def _facts(prepared: Prepared) -> dict[str, object]:
+def _facts(prepared: Prepared) -> EngineFacts:
     """What receipts say of every request."""
     name, plan = parse(prepared.attention.name), prepared.speculation
     prefill, decode = (name.prefill, name.decode) if isinstance(name, Pair) else (name, name)
-    return {
-        "model": prepared.options.model,
-        "device": prepared.device.name,
-        "dtype": prepared.options.dtype,
-        "attention": {"prefill": str(prefill), "decode": str(decode)},
-        "drafter": None if plan is None else plan.drafter.algorithm,
-        "versions": {name: found for name, found in versions().items() if found is not None},
-    }
+    return EngineFacts(
+        model=prepared.options.model,
+        device=prepared.device.name,
+        dtype=known(prepared.options.dtype),
+        attention=PhaseBackends(prefill=str(prefill), decode=str(decode)),
+        drafter=None if plan is None else plan.drafter.algorithm,
+        versions={name: found for name, found in versions().items() if found is not None},
+    )
 
 
 def _test_drafter(

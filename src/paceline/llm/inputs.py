@@ -15,7 +15,7 @@ from paceline.llm.embeds import ENCODER_INPUT, Embeds, as_embeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class ChatPrompt:
     """A prompt that the model's chat template writes."""
 
     messages: Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...} each
@@ -25,7 +25,7 @@ class Conversation:
 
 Array = np.ndarray | torch.Tensor  # integers
 Ids = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor
-Prompt = str | Ids | Mapping[str, Any] | Conversation
+Prompt = str | Ids | Mapping[str, Any] | ChatPrompt
 Params = SamplingParams | Mapping[str, Any]
 Grammars = Grammar | Sequence[Grammar | None] | None  # one for all prompts, or one for each
 
@@ -38,7 +38,7 @@ _OWN_VARIABLES = ("messages", "add_generation_prompt")  # of a template: argumen
 
 def as_batch(prompts: object) -> list[Any]:
     """One prompt or many as a list; what a prompt holds is not looked at.  Raises RequestError."""
-    if isinstance(prompts, str | Mapping | Conversation):
+    if isinstance(prompts, str | Mapping | ChatPrompt):
         return [prompts]
     if isinstance(prompts, Array) and prompts.ndim < 2:
         return [prompts]
@@ -50,7 +50,7 @@ def as_batch(prompts: object) -> list[Any]:
 
 def as_conversations(
     messages: object, *, add_generation_prompt: bool, variables: Mapping[str, Any]
-) -> list[Conversation]:
+) -> list[ChatPrompt]:
     """One list of messages or several, unread.  Raises RequestError."""
     if not isinstance(messages, Iterable) or isinstance(messages, str | bytes | Mapping):
         raise _messages_error(type(messages).__name__)
@@ -59,9 +59,7 @@ def as_conversations(
     if items and all(isinstance(each, Mapping) for each in items):
         items = [items]
     return [
-        Conversation(
-            messages=each, add_generation_prompt=add_generation_prompt, variables=variables
-        )
+        ChatPrompt(messages=each, add_generation_prompt=add_generation_prompt, variables=variables)
         for each in items
     ]
 
@@ -95,11 +93,11 @@ def split_parts(item: object) -> PromptParts:
     return PromptParts(rest, embeds, blocks, given)
 
 
-def as_prompt(item: object) -> str | list[object] | Conversation:
+def as_prompt(item: object) -> str | list[object] | ChatPrompt:
     """A text, a conversation, or token ids whose values are unread.  Raises RequestError."""
     if isinstance(item, Mapping):
         item = _of_mapping(item)
-    if isinstance(item, Conversation):
+    if isinstance(item, ChatPrompt):
         return replace(item, messages=_messages_of(item.messages))
     if isinstance(item, str):
         return item

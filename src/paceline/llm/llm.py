@@ -33,7 +33,7 @@ from paceline.llm.ends.scores import (
     label_scores,
     scored_prompts,
 )
-from paceline.llm.ends.vectors import Embedding, VectorParams, embeddings
+from paceline.llm.ends.vectors import EmbeddingOutput, VectorParams, embeddings
 from paceline.llm.inputs import Grammars, Ids, Params, Prompt, as_conversations
 from paceline.llm.prepare import Prepared, prepare
 from paceline.llm.teacher import Teacher, idle_teacher
@@ -217,7 +217,7 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         use_tqdm: bool | None = None,
-    ) -> list[Embedding]:
+    ) -> list[EmbeddingOutput]:
         """The vectors of prompts, in any form that `generate` takes but with embeddings.
 
         dimensions: so many of its first numbers; None: all.  normalize: to length 1, behind the

@@ -18,7 +18,7 @@ from paceline.llm.boot import Knobs, decide_parts, load_runner, planned_pages
 from paceline.llm.prepare import prepare
 from paceline.llm.rank_phases import Phase
 from paceline.llm.rank_setup import RankSetup, planned, started
-from paceline.llm.rank_words import Agreed, Failed, Loaded, Ready, tell
+from paceline.llm.rank_words import Agreed, Loaded, RankFailed, RankReady, tell
 from paceline.runner.shared_memory import FrameReader
 from paceline.runner.step_frames import decode_step
 
@@ -54,7 +54,7 @@ def run(setup: RankSetup, file: IO[bytes]) -> None:
     exchange = memory.exchange(setup.rank) if peers is None else peers.open(agreed.boxes)
     runner = load_runner(prepared, decided, knobs, exchange, meet)
     memory.phases[setup.rank] = Phase.RUNS
-    tell(file, Ready())
+    tell(file, RankReady())
     while True:
         runner.launch(decode_step(reader.read()))
 
@@ -79,10 +79,10 @@ def main() -> None:
         with suppress(EOFError):
             run(setup, file)
     except PacelineError as error:
-        tell(file, Failed(text=str(error)))
+        tell(file, RankFailed(text=str(error)))
         sys.exit(1)
     except Exception as error:
-        tell(file, Failed(text=repr(error)))
+        tell(file, RankFailed(text=repr(error)))
         raise
 
 

@@ -26,11 +26,11 @@ class Loaded(Struct, frozen=True, kw_only=True, tag=4):
     pass
 
 
-class Ready(Struct, frozen=True, kw_only=True, tag=2):
+class RankReady(Struct, frozen=True, kw_only=True, tag=2):
     pass
 
 
-class Failed(Struct, frozen=True, kw_only=True, tag=3):
+class RankFailed(Struct, frozen=True, kw_only=True, tag=3):
     text: str
 
 
@@ -44,7 +44,7 @@ class Agreed(Struct, frozen=True, kw_only=True):
     staging_depth: int
 
 
-Told = Started | Planned | Loaded | Ready | Failed
+Told = Started | Planned | Loaded | RankReady | RankFailed
 
 
 def tell(file: IO[bytes], told: Told) -> None:

@@ -9,11 +9,11 @@ in the exchange.
     starts it                   tells what it runs on            Started
                                 plans its part                   Planned
     compares, agrees on pages   loads                            Loaded
-    has loaded too              captures                         Ready
+    has loaded too              captures                         RankReady
     writes each step            runs it
     closes its bell             ends
 
-Whoever ends early tells why (Failed), or leaves an exit code; then all end.
+Whoever ends early tells why (RankFailed), or leaves an exit code; then all end.
 """
 
 import os
@@ -45,14 +45,23 @@ from paceline.llm.rank_setup import (
     started,
     unusual,
 )
-from paceline.llm.rank_words import Agreed, Failed, Loaded, Planned, Ready, Started, Told, hear
+from paceline.llm.rank_words import (
+    Agreed,
+    Loaded,
+    Planned,
+    RankFailed,
+    RankReady,
+    Started,
+    Told,
+    hear,
+)
 from paceline.plan.assemble import Decided, exchange_capacity
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import LaunchedStep
 from paceline.runner.shared_memory import BoxShape, FrameWriter, SharedMemory
 from paceline.runner.step_frames import encode_step
 
-_T = TypeVar("_T", Started, Planned, Loaded, Ready)
+_T = TypeVar("_T", Started, Planned, Loaded, RankReady)
 _R = TypeVar("_R")
 _LOOK_S = 0.1  # from look to look at a rank that is waited for
 
@@ -148,7 +157,7 @@ class Ranks:
 
     def wait_until_ready(self) -> None:
         """Raises PacelineError for one that has ended or hangs."""
-        self._hear(Ready)
+        self._hear(RankReady)
 
     def launch(self, step: Step) -> None:
         """Have every rank run a step.  Raises PacelineError when one has ended, TimeoutError when
@@ -225,7 +234,7 @@ class Ranks:
         why = None
         with process.stdout as file:
             for each in hear(file):
-                if isinstance(each, Failed):
+                if isinstance(each, RankFailed):
                     why = each.text
                 else:
                     told.put(each)

@@ -38,27 +38,27 @@ _STAGED = 1 << 16  # bytes of a step beside its tokens and page ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class TeacherForm:
     """How tokens are computed.  Those before `start` are a prompt, in every form."""
 
     start: int
     shape: DraftShape | None = None  # of the round that verifies the rest; None: one after another
 
     @classmethod
-    def plain(cls, num_tokens: int) -> "Form":
+    def plain(cls, num_tokens: int) -> "TeacherForm":
         return cls(start=num_tokens)
 
     @classmethod
-    def decode(cls, start: int) -> "Form":
+    def decode(cls, start: int) -> "TeacherForm":
         return cls(start=start)
 
     @classmethod
-    def verify(cls, start: int, shape: DraftShape) -> "Form":
+    def verify(cls, start: int, shape: DraftShape) -> "TeacherForm":
         """At most shape.max_path tokens may follow `start`."""
         return cls(start=start, shape=shape)
 
 
-class Reading(NamedTuple):
+class TeacherOutput(NamedTuple):
     """What the target made of some tokens."""
 
     logits: Tensor  # [vocab]  float32, on the host: behind the last token
@@ -102,7 +102,9 @@ class Teacher:
         self._cache = cache
         self._max_step_tokens = max_step_tokens
 
-    def read(self, tokens: Sequence[int], form: Form, *, layers: bool = False) -> Reading:
+    def read(
+        self, tokens: Sequence[int], form: TeacherForm, *, layers: bool = False
+    ) -> TeacherOutput:
         """Compute `tokens`, at least one.  Raises CapacityError when the pages are too few."""
         passes = list(_passes(tokens, form, self._max_step_tokens))
         longest = max(each.prefix_len + len(each.rows) for each in passes)
@@ -116,7 +118,7 @@ class Teacher:
 
     def _read(
         self, tokens: Sequence[int], passes: list[_Pass], runs: list[PageRun], *, layers: bool
-    ) -> Reading:
+    ) -> TeacherOutput:
         parts = self._tapped if layers else self._plain
         seen: list[list[Tensor]] = [[] for _ in parts.taps]
         logits = torch.empty(0)
@@ -129,7 +131,7 @@ class Teacher:
             for found, tap in zip(seen, taps, strict=True):
                 found.append(tap.index_select(0, rows).float().cpu())
             _synchronize(parts)
-        return Reading(logits, tuple(torch.cat(found) for found in seen))
+        return TeacherOutput(logits, tuple(torch.cat(found) for found in seen))
 
     def _borrow(self, tokens: Sequence[int], kv_len: int) -> list[PageRun]:
         """Pages of every cache group, none of them shared."""
@@ -148,7 +150,7 @@ class Teacher:
         )
 
 
-def _passes(tokens: Sequence[int], form: Form, max_step_tokens: int) -> Iterator[_Pass]:
+def _passes(tokens: Sequence[int], form: TeacherForm, max_step_tokens: int) -> Iterator[_Pass]:
     for at in range(0, form.start, max_step_tokens):
         rows = tuple(tokens[at : min(at + max_step_tokens, form.start)])
         yield _Pass(at, rows, True, None, tuple(range(len(rows))))

@@ -6,9 +6,9 @@ Reads /proc and package metadata; only `local_device` and `gpus` import torch.
 import gc
 import os
 import platform
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -100,7 +100,7 @@ def cpu_facts() -> DeviceFacts:
         matmul_flops=None,
         multiprocessors=None,
         cores=free_cores(),
-        cpus=len(_allowed_cpus()),
+        cpus=len(allowed_cpus()),
         native_bf16=bool(flags & BF16_FLAGS),
         source="/proc/cpuinfo and /proc/meminfo",
     )
@@ -108,7 +108,7 @@ def cpu_facts() -> DeviceFacts:
 
 def usable_cores() -> int:
     """Physical cores among the logical ones this process may run on."""
-    allowed = _allowed_cpus()
+    allowed = allowed_cpus()
     siblings = set()
     for cpu in allowed:
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -151,21 +151,30 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
-def kernel_cache() -> dict[str, object]:
-    """The folder where Triton keeps compiled kernels, and how many entries it has."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCache:
+    """The folder where Triton keeps compiled kernels."""
+
+    folder: str
+    exists: bool
+    entries: int
+
+
+def kernel_cache() -> KernelCache:
+    """As it is now."""
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     entries = sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
-    return {"folder": str(folder), "exists": folder.is_dir(), "entries": entries}
+    return KernelCache(folder=str(folder), exists=folder.is_dir(), entries=entries)
 
 
-def cache_state(device_type: str, entries_before: object) -> str:
+def cache_state(device_type: str, entries_before: int) -> str:
     """ "cold": this run compiled kernels; "warm": all came from the folder; "none": no compiler.
 
     Told by whether the kernel cache folder gained entries since `entries_before` were counted.
     """
     if device_type == "cpu":
         return "none"
-    return "warm" if kernel_cache()["entries"] == entries_before else "cold"
+    return "warm" if kernel_cache().entries == entries_before else "cold"
 
 
 def seconds_since_process_start() -> float | None:
@@ -178,34 +187,8 @@ def seconds_since_process_start() -> float | None:
     return float(uptime.read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def describe() -> dict[str, object]:
-    """The document of `paceline env --json`, less the backends (see `engine.explain`)."""
-    cpu = cpu_facts()
-    return {
-        "versions": versions(),
-        "platform": platform.platform(),
-        "executable": sys.executable,
-        "cpu": {
-            "name": cpu.name,
-            "logical_cpus": len(_allowed_cpus()),
-            "physical_cores": usable_cores(),
-            "native_bf16": cpu.native_bf16,
-        },
-        "memory": {"total_bytes": cpu.total_bytes, "available_bytes": cpu.free_bytes},
-        "gpus": [
-            {
-                "name": gpu.name,
-                "total_bytes": gpu.total_bytes,
-                "free_bytes": gpu.free_bytes,
-                "cuda_arch": list(gpu.cuda_arch or ()),
-            }
-            for gpu in gpus()
-        ],
-        "kernel_cache": kernel_cache(),
-    }
-
-
-def _allowed_cpus() -> list[int]:
+def allowed_cpus() -> list[int]:
+    """Logical CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -254,7 +237,7 @@ def _gpu_facts(index: int) -> DeviceFacts:
         matmul_flops=None if row is None else row.matmul_flops,
         multiprocessors=torch.cuda.get_device_properties(index).multi_processor_count,
         cores=None,
-        cpus=len(_allowed_cpus()),
+        cpus=len(allowed_cpus()),
         native_bf16=arch >= (8, 0),
         source="the CUDA driver",
     )

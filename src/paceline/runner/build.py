@@ -24,7 +24,7 @@ from paceline.layers.attention import attention_limits, layer_caches
 from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.committers import StateMixer, StateSlots, token_rows
-from paceline.runner.encoder import Encoder
+from paceline.runner.encoder import EncoderRunner
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
@@ -232,7 +232,7 @@ def _encoder(
     device: torch.device,
     dtype: torch.dtype,
     kv: KVFormat,
-) -> Encoder | None:
+) -> EncoderRunner | None:
     """The ENCODER groups, run by the backend of the others; None: there are none."""
     own = [index for index, group in enumerate(groups) if group.kind is CacheKind.ENCODER]
     if not own:
@@ -246,7 +246,7 @@ def _encoder(
         KVPool(group, limits.num_pages[index], kv=replace(kv, scales={}), device=device)
         for index, group in zip(own, specs, strict=True)
     ]
-    return Encoder.make(config, tuple(own), pools, backend, bounds)
+    return EncoderRunner.make(config, tuple(own), pools, backend, bounds)
 
 
 def _backend_limits(

@@ -1,4 +1,4 @@
-"""Encoder: rows that requests bring beside their tokens, and the layers that attend to them.
+"""EncoderRunner: rows that requests bring beside their tokens, and the layers that attend to them.
 
 Worked example: page size 4; row 3 joined with 6 rows of an encoder, row 5 with none, and a padded
 row.  Both extend by 1.
@@ -43,7 +43,7 @@ def derive_encoder(encoder_lens: Tensor, view: StepView, group: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Encoder:
+class EncoderRunner:
     """The ENCODER groups of a model, with what plans and runs the layers that read them."""
 
     groups: tuple[int, ...]  # [num_encoder_groups] of the step's view, one behind the other
@@ -61,7 +61,7 @@ class Encoder:
         pools: Sequence[KVPool],
         backend: AttentionBackend,
         bounds: Limits,
-    ) -> "Encoder":
+    ) -> "EncoderRunner":
         """groups: of the step's view; bounds: of the layers that read them."""
         specs = [pool.spec for pool in pools]
         caches = layer_caches(config, specs, pools, sinks=[None] * len(bounds.layers))

@@ -107,11 +107,11 @@ class ModelRunner:
         """Queue one step; returns at once on an asynchronous device."""
         slot = self._staging.slot(step.epoch)
         copies = self._parts.table.stage(step.deltas, slot)
-        key, num_graphs = self._keys.of(step), self.graphs_captured
-        graph = self._find_or_capture(key) if key is not None else None
+        key, graph, kind = self._keys.of(step), None, RunKind.EAGER
         if key is None:
             size = PaddedSize.exact(step.layout)
         else:
+            graph, kind = self._find_or_capture(key)
             # Without graphs nothing holds an address.
             check = self._guard.check_shape if self._graphs is None else self._guard.check
             check(key, step)
@@ -131,15 +131,14 @@ class ModelRunner:
                 self._stream.run(partial(self._write_encoder, joining.row, joining.encoder))
         if graph is not None:
             assert key is not None
-            is_new = self.graphs_captured > num_graphs
             self._queue(step, size, graph.replay, self._captured.get(key))
-            return self._receive(step, size, RunKind.CAPTURE if is_new else RunKind.GRAPH)
+            return self._receive(step, size, kind)
         program = self._program_of(step, size)
         self._queue(step, size, _without_autograd(program), program)
         if step.prompt_spans:
             outputs = self._outputs.slot(step.epoch)
             self._stream.run(lambda: outputs.receive_prompt(program.prompt_logprobs))
-        return self._receive(step, size, RunKind.EAGER)
+        return self._receive(step, size, kind)
 
     def _write_encoder(self, row: int, given: EncoderInput) -> None:
         """What a request brings for its encoder, into the pages that it has been given."""
@@ -220,13 +219,15 @@ class ModelRunner:
             ends=step.ends,
         )
 
-    def _find_or_capture(self, key: GraphKey) -> Graph | None:
+    def _find_or_capture(self, key: GraphKey) -> tuple[Graph | None, RunKind]:
+        """The graph of a key's step, and how that runs."""
         if self._graphs is None:
-            return None
+            return None, RunKind.EAGER
         found = self._graphs.find(key)
-        if found is None and self._graphs.wants(key):
-            found = self._capture(key, warm_up=False)
-        return found
+        if found is not None:
+            return found, RunKind.GRAPH
+        captured = self._capture(key, warm_up=False) if self._graphs.wants(key) else None
+        return captured, RunKind.EAGER if captured is None else RunKind.CAPTURE
 
     def _empty_program(self, key: GraphKey) -> StepProgram:
         """The functions of a key's step, over padded rows alone: harmless to execute."""

@@ -38,7 +38,7 @@ from paceline.runner.draft_paths import (
     node_drafts,
     node_histories,
 )
-from paceline.runner.encoder import Encoder
+from paceline.runner.encoder import EncoderRunner
 from paceline.runner.prompt_logprobs import prompt_logprobs
 from paceline.runner.proposer import NOBODY, DraftTree, Observed, Proposer, RoundState
 from paceline.runner.table.request_table import RequestTable
@@ -61,7 +61,7 @@ class Parts:
     taps: tuple[str, ...]
     proposer: Proposer = NOBODY
     mixers: tuple[StateMixer, ...] = ()  # [num_state_groups]
-    encoder: Encoder | None = None  # its ENCODER groups, which stand behind those of states
+    encoder: EncoderRunner | None = None  # its ENCODER groups, which stand behind those of states
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
     generates: bool = True  # False: the model has no head

@@ -28,6 +28,49 @@ Document = dict[str, Any]
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What stands around choices, the same in every document of an answer."""
+
+    response_id: str
+    kind: str  # the `object`
+    created: int  # [s] since 1970
+    model: str  # by which clients name it
+    fingerprint: str  # of the engine
+
+    def document(self) -> Document:
+        """As the OpenAI API says it."""
+        return {
+            "id": self.response_id,
+            "object": self.kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCounts:
+    """Tokens of a request."""
+
+    prompt: int
+    completion: int
+    cached: int  # of the prompt's, found in the prefix cache
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.completion
+
+    def document(self) -> Document:
+        """The `usage` of the OpenAI API."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.total,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
 class Writer(ABC):
     """How an endpoint writes its choices."""
 
@@ -51,17 +94,24 @@ class Writer(ABC):
 
     # What stands around choices; other APIs than OpenAI's say it otherwise.
 
-    def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
+    def document(
+        self, envelope: Envelope, choices: list[Document], counts: TokenCounts
+    ) -> Document:
         """A whole answer."""
-        return envelope | {"choices": choices, "usage": usage}
+        return envelope.document() | {"choices": choices, "usage": counts.document()}
 
-    def chunk(self, envelope: Document, choice: Document, usage: Document) -> bytes:
+    def chunk(self, envelope: Envelope, choice: Document, usage: Document) -> bytes:
         """Of a stream, with what `opening` or `piece` says of a choice.  usage: what to add."""
-        return event(encoded(envelope | {"choices": [choice]} | usage))
+        return event(encoded(envelope.document() | {"choices": [choice]} | usage))
 
-    def ending(self, envelope: Document, usage: Document | None) -> list[bytes]:
-        """The last events of a stream.  usage: if it was asked for."""
-        told = [] if usage is None else [encoded(envelope | {"choices": [], "usage": usage})]
+    def ending(
+        self, envelope: Envelope, counts: TokenCounts | None, receipt: Document
+    ) -> list[bytes]:
+        """The last events of a stream.  counts: if they were asked for; receipt: told with them."""
+        told = []
+        if counts is not None:
+            usage = {"choices": [], "usage": counts.document()}
+            told.append(encoded(envelope.document() | receipt | usage))
         return [event(each) for each in (*told, b"[DONE]")]
 
     def fault(self, error: ApiError) -> bytes:
@@ -82,10 +132,15 @@ class WholeWriter(Writer):
     ) -> list[Document]:
         raise AssertionError("it is no stream")
 
-    def around(self, envelope: Document, usage: Document) -> Document:
+    def around(self, envelope: Envelope, counts: TokenCounts) -> Document:
         """What one that generates nothing says around what was found."""
-        told = {name: envelope[name] for name in ("id", "object", "created", "model")}
-        return told | {"usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens")}}
+        return {
+            "id": envelope.response_id,
+            "object": envelope.kind,
+            "created": envelope.created,
+            "model": envelope.model,
+            "usage": {"prompt_tokens": counts.prompt, "total_tokens": counts.total},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,10 +160,10 @@ class Job:
 
     @classmethod
     def of(cls, asked: Reading, writer: Writer) -> "Job":
-        """Raises RequestError for parameters out of range."""
+        """What a body asks for, in the endpoint's words."""
         return cls(
             prompts=asked.prompts,
-            params=SamplingParams.from_dict(asked.sampling),
+            params=asked.params,
             end=asked.end,
             second_from=asked.second_from,
             stream=asked.stream,
@@ -140,15 +195,13 @@ class Usage:
             if receipt is not None:
                 self.receipts.append(receipt)
 
-    def document(self, prompt_tokens: int | None = None) -> Document:
+    def counts(self, prompt_tokens: int | None = None) -> TokenCounts:
         """prompt_tokens: of what has not ended, too; they are counted when it has."""
-        asked = self.prompt_tokens if prompt_tokens is None else prompt_tokens
-        return {
-            "prompt_tokens": asked,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": asked + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+        return TokenCounts(
+            prompt=self.prompt_tokens if prompt_tokens is None else prompt_tokens,
+            completion=self.completion_tokens,
+            cached=self.cached_tokens,
+        )
 
     def receipt(self) -> Document:
         """What the last document of an answer says beside it."""
@@ -159,7 +212,7 @@ async def answer(service: Service, job: Job, request: Request) -> Response:
     """Run a job; a client that leaves cancels it.  Raises RequestError, ApiError, ClientGone."""
     usage = Usage(meters=service.meters, entry=Entry.of(request))
     envelope = _envelope(service, job)
-    usage.entry.response_id = envelope["id"]
+    usage.entry.response_id = envelope.response_id
     if not job.stream:
         document = await unless_gone(request.receive, _whole(service, job, envelope, usage))
         return Response(encoded(document), media_type="application/json")
@@ -172,14 +225,14 @@ def encoded(document: Document) -> bytes:
     return msgspec.json.encode(document)
 
 
-def _envelope(service: Service, job: Job) -> Document:
-    return {
-        "id": f"{job.writer.id_prefix}{uuid.uuid4().hex}",
-        "object": job.writer.chunk_kind if job.stream else job.writer.kind,
-        "created": int(time.time()),
-        "model": service.model,
-        "system_fingerprint": service.fingerprint,
-    }
+def _envelope(service: Service, job: Job) -> Envelope:
+    return Envelope(
+        response_id=f"{job.writer.id_prefix}{uuid.uuid4().hex}",
+        kind=job.writer.chunk_kind if job.stream else job.writer.kind,
+        created=int(time.time()),
+        model=service.model,
+        fingerprint=service.fingerprint,
+    )
 
 
 async def _start(service: Service, job: Job) -> Ticket:
@@ -194,7 +247,7 @@ async def _start(service: Service, job: Job) -> Ticket:
     )
 
 
-async def _whole(service: Service, job: Job, envelope: Document, usage: Usage) -> Document:
+async def _whole(service: Service, job: Job, envelope: Envelope, usage: Usage) -> Document:
     ticket = await _start(service, job)
     try:
         answers = sorted([each async for each in ticket], key=_by_index)
@@ -207,7 +260,7 @@ async def _whole(service: Service, job: Job, envelope: Document, usage: Usage) -
             _require_answer(completion)
             choices.append(await _written(job, job.writer.whole, len(choices), growth, completion))
             await asyncio.sleep(0)  # others' turn: a vector may be long
-    told = job.writer.document(envelope, choices, usage.document())
+    told = job.writer.document(envelope, choices, usage.counts())
     return told | usage.receipt()
 
 
@@ -231,7 +284,7 @@ def _by_index(news: tuple[int, RequestOutput]) -> int:
 
 
 async def _events(
-    ticket: Ticket, job: Job, envelope: Document, usage: Usage
+    ticket: Ticket, job: Job, envelope: Envelope, usage: Usage
 ) -> AsyncGenerator[bytes, None]:
     writer = job.writer
     try:
@@ -245,8 +298,8 @@ async def _events(
                 index = at * job.params.n + completion.index
                 for choice in await _written(job, writer.piece, index, growth, completion):
                     yield writer.chunk(envelope, choice, _usage_so_far(job, usage))
-        told = usage.document() if job.include_usage or usage.receipts else None
-        for last in writer.ending(envelope | usage.receipt(), told):
+        counts = usage.counts() if job.include_usage or usage.receipts else None
+        for last in writer.ending(envelope, counts, usage.receipt()):
             yield last
     except ApiError as error:
         yield _fault(writer, error, usage)
@@ -267,7 +320,7 @@ def _fault(writer: Writer, error: ApiError, usage: Usage) -> bytes:
 def _usage_so_far(job: Job, usage: Usage) -> Document:
     """What a chunk says of it."""
     if job.continuous_usage:
-        return {"usage": usage.document(prompt_tokens=sum(map(len, job.prompts)))}
+        return {"usage": usage.counts(prompt_tokens=sum(map(len, job.prompts))).document()}
     return {"usage": None} if job.include_usage else {}
 
 

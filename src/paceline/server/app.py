@@ -18,7 +18,7 @@ from paceline.server.chat import chat_job
 from paceline.server.completions import completion_job
 from paceline.server.errors import add_error_handlers
 from paceline.server.life import Doorkeeper, Life
-from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
+from paceline.server.limits import LIMITS, BodyFraming, BodyLimit, ServerLimits
 from paceline.server.messages.routes import add_messages
 from paceline.server.parameters.table import capabilities
 from paceline.server.playground.page import add_page
@@ -32,7 +32,7 @@ from paceline.server.tokens.routes import add_tokens
 from paceline.server.vectors.routes import add_vectors
 
 
-class Trace(Protocol):
+class Tracing(Protocol):
     """Puts spans around an application; server.telemetry has one, where a collector is named."""
 
     def __call__(self, app: ASGIApp, *, model: str) -> ASGIApp: ...
@@ -47,7 +47,7 @@ def build_app(
     access: Access = OPEN_ACCESS,
     limits: ServerLimits = LIMITS,
     log: Callable[[str], None] | None = None,
-    trace: Trace | None = None,
+    trace: Tracing | None = None,
 ) -> ASGIApp:
     """The application of a server that is ready.  With keys, all paths but those of probes and of
     the page ask for one.  log: takes the lines of an access log.  trace: makes spans of requests
@@ -102,7 +102,7 @@ def _guarded(
     traced: Callable[[ASGIApp], ASGIApp] | None = None,
 ) -> ASGIApp:
     access.guard(app)
-    app.add_middleware(Lengths)
+    app.add_middleware(BodyFraming)
     # Around the whole application: its middleware is within what answers a bug with 500.
     around = app if traced is None else traced(app)
     return RequestIds(around if log is None else AccessLog(around, write=log))

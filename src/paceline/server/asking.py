@@ -37,7 +37,7 @@ async def answered(
     began = asyncio.get_running_loop().time()
     asked = await service.read(endpoint, request)
     entry = Entry.of(request)
-    entry.asked, entry.is_stream = asked.asked, asked.stream
+    entry.params, entry.given, entry.is_stream = asked.params, asked.given, asked.stream
     job = replace(
         make_job(service, asked),
         share=service.share(request, asked.priority),

@@ -14,8 +14,7 @@ from paceline.server.tokens.trace import Traces
 
 def completion_job(service: Service, asked: Reading) -> Job:
     """What the engine is to do for prompts."""
-    num_each = asked.sampling.get("n", 1)
-    echoed = [text for text in asked.echoed for _ in range(num_each)]
+    echoed = [text for text in asked.echoed for _ in range(asked.params.n)]
     writer = CompletionWriter(service.names, echoed, tells_scores=asked.tells_scores)
     return Job.of(asked, writer)
 

@@ -34,7 +34,7 @@ LIMITS = ServerLimits()
 CLOSE = {"Connection": "close"}  # what the client has not sent is not read
 
 
-class Lengths:
+class BodyFraming:
     """ASGI middleware: answers 400 to a body whose length is told in two ways, which two readers
     would read differently, and reads no further (RFC 9112, 6.3)."""
 

@@ -4,17 +4,18 @@
 """
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.core.errors import message
-from paceline.server.border.remote import RemoteEngine
+from paceline.server.border.remote import LoadState, RemoteEngine
 from paceline.server.errors import ApiError
 from paceline.server.life import Life
 
-_DONE = {"phase": "ready", "percent": 100.0, "eta_s": 0.0}
+_DONE = LoadState(phase="ready", percent=100.0, eta_s=0.0)
 
 
 class Front:
@@ -52,17 +53,17 @@ def add_probes(app: FastAPI, engine: RemoteEngine, life: Life, *, is_loading: bo
     @app.head("/progress", include_in_schema=False)
     @app.get("/progress")
     async def progress() -> Response:
-        return _json(engine.progress() if is_loading else _DONE)
+        return _json(asdict(engine.progress() if is_loading else _DONE))
 
 
 def still_loading(engine: RemoteEngine) -> ApiError:
     """What is asked before the engine is ready is answered with it."""
     progress = engine.progress()
-    percent, eta_s = progress["percent"], progress["eta_s"]
-    got = progress["phase"] if percent is None else f"{progress['phase']}, {percent:.0f} %"
+    percent = progress.percent
+    got = progress.phase if percent is None else f"{progress.phase}, {percent:.0f} %"
     remedy = "send it again when /ready says so; /progress says how far it is"
     text = message("the server", expected="ready", got=got, remedy=remedy)
-    headers = {"Retry-After": str(max(1, round(eta_s or 1.0)))}
+    headers = {"Retry-After": str(max(1, round(progress.eta_s or 1.0)))}
     return ApiError(503, text, code="loading", headers=headers)
 
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from paceline.core.errors import ConfigError
 from paceline.plan.machine import settled
 from paceline.server.access.access import OPEN_ACCESS, Access
-from paceline.server.app import Trace, build_app, build_loading_app
+from paceline.server.app import Tracing, build_app, build_loading_app
 from paceline.server.border.remote import Peer, RemoteEngine
 from paceline.server.life import Life
 from paceline.server.limits import LIMITS, ServerLimits
@@ -51,7 +51,7 @@ class Address:
     weights: Mapping[str, float] = field(default_factory=dict)  # by client
     limits: ServerLimits = LIMITS
     log: Callable[[str], None] | None = None  # takes the lines of an access log
-    trace: Trace | None = None  # makes spans of requests
+    trace: Tracing | None = None  # makes spans of requests
     parsers: Parsers = BY_TEMPLATE
 
 

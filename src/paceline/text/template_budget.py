@@ -32,7 +32,7 @@ class OverBudget(Exception):
     """A template did more than its budget allows; the text says what."""
 
 
-class Weight(NamedTuple):
+class ValueSize(NamedTuple):
     """How large a value is.  What it holds twice counts twice."""
 
     values: int
@@ -99,11 +99,11 @@ class Budget:
         self.spend(len(values) * steps)
         return values
 
-    def weigh(self, value: Any) -> Weight:
+    def weigh(self, value: Any) -> ValueSize:
         """For what reads all of a value.  Spends level by level, before it looks."""
         if type(value) is str:
             self.spend(1 + (len(value) >> 6))
-            return Weight(1, 4 + len(value), 1)
+            return ValueSize(1, 4 + len(value), 1)
         level: list[Any] = [value]
         values = characters = depth = 0
         while level:
@@ -130,7 +130,7 @@ class Budget:
             values += len(level)
             characters += read
             level = inner
-        return Weight(values, characters + 4 * values, depth)
+        return ValueSize(values, characters + 4 * values, depth)
 
     def _open(self, value: Any, inner: list[Any]) -> int:
         """Add what a value holds to `inner`; the length of one that is a text."""

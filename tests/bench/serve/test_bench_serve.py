@@ -15,11 +15,11 @@ from fake_openai import CHARS_PER_TOKEN, FIXED, fake_server
 
 from children import hearing_ctrl_c
 from paceline.bench.page import page
-from paceline.bench.serve.asks import Scale, Target
+from paceline.bench.serve.asks import Scale, ServedModel
 from paceline.bench.serve.bench import bench_serve
 from paceline.bench.serve.client import Place
 from paceline.bench.serve.load import Answer, Load
-from paceline.bench.serve.report import ServeReport
+from paceline.bench.serve.report import Goodput, ServeReport
 from paceline.bench.serve.shape import LoadShape, Slo
 from paceline.bench.traffic.shape import Lengths, TrafficShape
 from paceline.cli.app import app
@@ -241,7 +241,7 @@ def answered(due=0.0, first=0.1, last=0.5, tokens=5, **more):
 
 
 def reported(*answers, seconds=2.0, is_cut=False, **shape):
-    target = Target(base_url="http://x/v1", model="m", context_len=None, is_ours=False)
+    target = ServedModel(base_url="http://x/v1", model="m", context_len=None, is_ours=False)
     load = Load(
         target=target,
         scale=Scale(fixed=0.0, per_char=0.25),
@@ -263,11 +263,11 @@ def test_goodput_counts_answers_that_keep_every_limit():
     )
     slo = Slo(ttft=200.0, inter_token=150.0)
     report = reported(*answers, slo=slo)
-    assert report.goodput == {"requests_s": 1.0, "share": 0.4}
+    assert report.goodput == Goodput(requests_s=1.0, share=0.4)
     assert (
         "goodput 1.00 requests/s, 40.0% (ttft <= 200 ms, inter_token <= 150 ms)" in report.table()
     )
-    assert reported(*answers, slo=Slo(e2e=1000.0)).goodput["share"] == 0.6
+    assert reported(*answers, slo=Slo(e2e=1000.0)).goodput.share == 0.6
     with pytest.raises(ConfigError, match="slo_ttft must be a finite number above 0"):
         Slo(ttft=0.0)
 

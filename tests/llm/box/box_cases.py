@@ -10,7 +10,7 @@ from llm_cases import GREEDY, Checkpoint, make_llm
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs
 from paceline.llm.box.record import Record, read_record
-from paceline.llm.box.replay import Outcome, replay
+from paceline.llm.box.replay import ReplayOutcome, replay
 from paceline.llm.llm import LLM
 
 
@@ -43,7 +43,7 @@ def trip_token(llm: LLM, prompt: Sequence[int], at: int) -> int:
     return next(token for i, token in enumerate(said) if i >= at and token not in said[:i])
 
 
-def replayed_as_it_was(record: Record, **asked: Any) -> Outcome:
+def replayed_as_it_was(record: Record, **asked: Any) -> ReplayOutcome:
     """A record of an engine that did not fail: every token is said again."""
     found = replay(record, asked)
     assert found.difference is None, found.difference

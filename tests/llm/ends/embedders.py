@@ -15,7 +15,7 @@ from llm_cases import save_tokenizer
 from torch import Tensor
 
 from paceline.core.modes import Pooling
-from paceline.llm.ends.vectors import Embedding
+from paceline.llm.ends.vectors import EmbeddingOutput
 
 TOLERANCE = 1e-5  # of numbers of vectors of length 1, float32
 _MODES = {Pooling.LAST: "lasttoken", Pooling.CLS: "cls_token", Pooling.MEAN: "mean_tokens"}
@@ -81,7 +81,7 @@ def make_embedder(
     return Embedder(folder, theirs)
 
 
-def assert_vectors(found: Sequence[Embedding], wanted: Sequence[Tensor]) -> None:
+def assert_vectors(found: Sequence[EmbeddingOutput], wanted: Sequence[Tensor]) -> None:
     for embedding, vector in zip(found, wanted, strict=True):
         error = (torch.from_numpy(embedding.vector.copy()).double() - vector).abs().max().item()
         scale = max(vector.abs().max().item(), 1.0)

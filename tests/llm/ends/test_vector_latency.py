@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.model.config import LayerSpec
 from paceline.core.modes import End
 from paceline.core.options.engine_options import EngineOptions
-from paceline.llm.ends.vectors import Embedding
+from paceline.llm.ends.vectors import EmbeddingOutput
 from paceline.llm.llm import LLM
 from paceline.plan.target import find_target
 
@@ -84,7 +84,7 @@ def test_vectors_that_do_not_repeat_are_not_timed(tmp_path: Path, monkeypatch) -
         LLM,
         "embed",
         lambda *args, **kwargs: [
-            Embedding(vector=next(vectors), prompt_token_ids=(4,), cached_tokens=0)
+            EmbeddingOutput(vector=next(vectors), prompt_token_ids=(4,), cached_tokens=0)
         ],
     )
     embedder = make_embedder(tmp_path)

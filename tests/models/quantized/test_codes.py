@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.models.quantized.codes import Blocks, awq, bit_fields, e2m1, e8m0, gptq, scaled
+from paceline.models.quantized.codes import ScaleBlocks, awq, bit_fields, e2m1, e8m0, gptq, scaled
 
 
 def words(*values: int) -> Tensor:
@@ -84,7 +84,7 @@ def test_other_zero_points_follow_the_label() -> None:
 
 def test_the_last_blocks_are_partial() -> None:
     scale = torch.tensor([[2.0, 3.0], [5.0, 7.0]])
-    got = scaled(torch.ones(5, 6), scale, blocks=Blocks(4, 4, (2, 2)))
+    got = scaled(torch.ones(5, 6), scale, blocks=ScaleBlocks(4, 4, (2, 2)))
     assert got[:, 0].tolist() == [2, 2, 2, 2, 5]
     assert got[4].tolist() == [5, 5, 5, 5, 7, 7]
 
@@ -93,14 +93,14 @@ def test_the_last_blocks_are_partial() -> None:
 def test_a_scale_that_is_no_factor_is_refused(value: float) -> None:
     scale = torch.tensor([[1.0], [value]])
     with pytest.raises(ValueError, match="a scale that is negative or no finite number"):
-        scaled(torch.ones(2, 3), scale, blocks=Blocks(1, 3, (2, 1)))
+        scaled(torch.ones(2, 3), scale, blocks=ScaleBlocks(1, 3, (2, 1)))
 
 
 def test_a_scale_of_zero_is_one_of_zeros_alone() -> None:
     scale, codes = torch.tensor([[1.0], [0.0]]), torch.tensor([[1.0, 2.0], [0.0, 0.0]])
-    assert torch.equal(scaled(codes, scale, blocks=Blocks(1, 2, (2, 1))), codes)
+    assert torch.equal(scaled(codes, scale, blocks=ScaleBlocks(1, 2, (2, 1))), codes)
     with pytest.raises(ValueError, match="a scale of 0 over codes that are not 0"):
-        scaled(codes + 1, scale, blocks=Blocks(1, 2, (2, 1)))
+        scaled(codes + 1, scale, blocks=ScaleBlocks(1, 2, (2, 1)))
 
 
 def test_activation_order_is_refused() -> None:

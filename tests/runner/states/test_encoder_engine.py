@@ -15,7 +15,7 @@ from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN
 from paceline.core.step import JoinDelta, RunKind
 from paceline.runner.derive import derive
-from paceline.runner.encoder import Encoder
+from paceline.runner.encoder import EncoderRunner
 from paceline.runner.extents import PaddedSize
 
 ENCODER = 2  # the group's index
@@ -174,14 +174,14 @@ def test_what_is_recorded_over_padding_reads_rows(tiny):
     ids=["one more", "another request's"],
 )
 def test_rows_that_are_not_the_requests_own_are_named(tiny, monkeypatch, lens, named):
-    plan = Encoder.plan
+    plan = EncoderRunner.plan
 
     def planned(encoder, view):
         group = view.groups[ENCODER]
         wrong = replace(group, prefix_lens=lens(group.prefix_lens))
         return plan(encoder, replace(view, groups=(*view.groups[:ENCODER], wrong)))
 
-    monkeypatch.setattr(Encoder, "plan", planned)
+    monkeypatch.setattr(EncoderRunner, "plan", planned)
     engine = EncoderEngine(tiny, capture=False)
     for seed, prompt in enumerate(random_prompts([9, 3])):
         engine.add(prompt, 4, rows_of(seed, 5 - 3 * seed))

@@ -29,7 +29,7 @@ _PROBES = (64, 512)  # characters of the texts whose tokens the server counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ServedModel:
     """A server, as far as it tells."""
 
     base_url: str
@@ -67,7 +67,7 @@ class Ask:
 class Bodies:
     """How requests are written for one server."""
 
-    target: Target
+    target: ServedModel
     shape: LoadShape
 
     @property
@@ -95,7 +95,7 @@ class Bodies:
         return body | {"stream": True, "stream_options": {"include_usage": True}} | own
 
 
-async def find_target(client: Client, base_url: str, model: str | None) -> Target:
+async def find_served_model(client: Client, base_url: str, model: str | None) -> ServedModel:
     """Ask a server what it serves.  Raises ConfigError."""
     try:
         listed = (await client.get("/models")).get("data")
@@ -106,7 +106,7 @@ async def find_target(client: Client, base_url: str, model: str | None) -> Targe
         raise _no_server(base_url, "no model at /models")
     name = next(iter(rows)) if model is None else model
     row: dict[str, Any] = rows.get(name, {})
-    return Target(
+    return ServedModel(
         base_url=base_url,
         model=name,
         context_len=row.get("max_model_len"),
@@ -126,7 +126,7 @@ async def measure(client: Client, bodies: Bodies, text: str) -> Scale:
     counts: list[int] = []
     for length in _PROBES:
         answer = await client.post(bodies.path, bodies.of(text[:length], 1, is_greedy=True))
-        counts.append(prompt_tokens(answer))
+        counts.append(token_usage(answer.get("usage")).prompt)
     few, many = (min(length, len(text)) for length in _PROBES)
     if counts[1] <= counts[0]:
         remedy = "give --dataset texts that differ in length"
@@ -135,17 +135,28 @@ async def measure(client: Client, bodies: Bodies, text: str) -> Scale:
     return Scale(fixed=max(0.0, counts[0] - per_char * few), per_char=per_char)
 
 
-def prompt_tokens(answer: Document) -> int:
-    """As the server counted.  Raises ConfigError where it does not."""
-    count: int = usage_of(answer)["prompt_tokens"]
-    return count
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenUsage:
+    """Tokens of one request, as the server counted."""
+
+    prompt: int
+    output: int
+    cached: int  # of the prompt; 0 also where the server does not say
 
 
-def usage_of(answer: Document) -> dict[str, Any]:
-    """What an answer, or the last event of a stream, says of its tokens.  Raises ConfigError."""
-    usage = answer.get("usage")
+NO_USAGE = TokenUsage(prompt=0, output=0, cached=0)
+
+
+def token_usage(usage: object) -> TokenUsage:
+    """From the `usage` of an answer, or of the last event of a stream.  Raises ConfigError where it
+    does not count."""
     if isinstance(usage, dict) and {"prompt_tokens", "completion_tokens"} <= usage.keys():
-        return usage
+        details = usage.get("prompt_tokens_details") or {}
+        return TokenUsage(
+            prompt=usage["prompt_tokens"],
+            output=usage["completion_tokens"],
+            cached=details.get("cached_tokens") or 0,
+        )
     raise ConfigError.about(
         "usage of an answer",
         expected="prompt_tokens and completion_tokens",
@@ -178,7 +189,7 @@ def sample(shape: LoadShape) -> str:
     return text
 
 
-def plan_asks(shape: LoadShape, target: Target, scale: Scale) -> tuple[list[Ask], list[Ask]]:
+def plan_asks(shape: LoadShape, target: ServedModel, scale: Scale) -> tuple[list[Ask], list[Ask]]:
     """(those before the load, those of the load).  Raises ConfigError for what does not fit."""
     traffic = shape.traffic
     source = random.Random(f"{shape.seed} asks")
@@ -199,7 +210,7 @@ def plan_asks(shape: LoadShape, target: Target, scale: Scale) -> tuple[list[Ask]
 
 
 def _drawn(
-    shape: LoadShape, target: Target, scale: Scale, count: int, source: random.Random
+    shape: LoadShape, target: ServedModel, scale: Scale, count: int, source: random.Random
 ) -> list[tuple[str, int]]:
     traffic = shape.traffic
     inputs, outputs, _ = traffic.lengths(target.context_len or 1 << 30)
@@ -213,7 +224,7 @@ def _drawn(
 
 
 def _talks(
-    shape: LoadShape, target: Target, scale: Scale, count: int, source: random.Random
+    shape: LoadShape, target: ServedModel, scale: Scale, count: int, source: random.Random
 ) -> list[tuple[str, int]]:
     """First turns of a file that fit the context, and about how long their answers are."""
     assert shape.traffic.dataset is not None, "there is a file"

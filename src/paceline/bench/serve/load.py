@@ -5,18 +5,18 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.bench.serve.asks import (
+    NO_USAGE,
     Ask,
     Bodies,
     Scale,
-    Target,
-    find_target,
+    ServedModel,
+    find_served_model,
     measure,
     plan_asks,
     sample,
-    usage_of,
+    token_usage,
 )
 from paceline.bench.serve.client import AnswerError, Client, Document, Place
 from paceline.bench.serve.shape import LoadShape
@@ -67,7 +67,7 @@ class Answer:
 class Load:
     """What a run brought."""
 
-    target: Target
+    target: ServedModel
     scale: Scale
     num_asked: int
     answers: tuple[Answer, ...]  # as they ended
@@ -82,7 +82,7 @@ class LoadRun:
         self._shape = shape
         self._answers: list[Answer] = []
         self._began = 0.0
-        self._found: tuple[Target, Scale, Sequence[Ask]] | None = None
+        self._found: tuple[ServedModel, Scale, Sequence[Ask]] | None = None
 
     def run(self, base_url: str, *, model: str | None, api_key: str | None) -> Load:
         """Raises ConfigError for a server that cannot be measured, IntegrityError for texts that
@@ -110,7 +110,7 @@ class LoadRun:
         shape = self._shape
         client = Client(Place.of(base_url), api_key=api_key, timeout=shape.timeout)
         try:
-            target = await find_target(client, base_url, model)
+            target = await find_served_model(client, base_url, model)
             bodies = Bodies(target=target, shape=shape)
             try:
                 scale = await measure(client, bodies, sample(shape))
@@ -165,8 +165,8 @@ class LoadRun:
 
     async def _answer(self, client: Client, bodies: Bodies, ask: Ask, number: int) -> Answer:
         began, came = self._began, []
-        usage: dict[str, Any] = {}
-        receipts: list[dict[str, Any]] = []
+        usage: object = None
+        counted, queue_s = NO_USAGE, None
         sent = time.perf_counter()
         kind, details = None, ""
         try:
@@ -174,30 +174,28 @@ class LoadRun:
                 async for now, event in events:
                     if has_text(event):
                         came.append(now - began)
-                    if event.get("usage"):
-                        usage = usage_of(event)
-                    receipts += event.get("receipt") or []
+                    usage = event.get("usage") or usage
+                    for receipt in event.get("receipt") or ():
+                        queue_s = receipt.get("queue_s") if queue_s is None else queue_s
             ended = time.perf_counter()
-            usage = usage_of({"usage": usage})
+            counted = token_usage(usage)
         except AnswerError as error:
             ended, kind, details = time.perf_counter(), error.kind, str(error)
         except ConfigError as error:
             ended, kind, details = time.perf_counter(), "no usage", str(error)
         wanted = None if self._shape.natural_end else ask.output_len
-        output = usage.get("completion_tokens", 0)
-        if kind is None and wanted not in (None, output):
-            kind, details = "wrong length", f"{output} tokens, asked for {wanted}"
-        details_of_prompt = usage.get("prompt_tokens_details") or {}
+        if kind is None and wanted not in (None, counted.output):
+            kind, details = "wrong length", f"{counted.output} tokens, asked for {wanted}"
         return Answer(
             due_s=sent - began if ask.due_s is None else ask.due_s,
             sent_s=sent - began,
             came_s=tuple(came),
             ended_s=ended - began,
             wanted=wanted,
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            cached_tokens=details_of_prompt.get("cached_tokens") or 0,
-            output_tokens=output,
-            queue_s=receipts[0].get("queue_s") if receipts else None,
+            prompt_tokens=counted.prompt,
+            cached_tokens=counted.cached,
+            output_tokens=counted.output,
+            queue_s=queue_s,
             error=kind,
             details=details,
         )
@@ -220,7 +218,7 @@ async def _check_texts(client: Client, bodies: Bodies, texts: Sequence[str]) -> 
     for number, text in enumerate(texts[: bodies.shape.checks]):
         body = bodies.of(text, _CHECKED_LEN, is_greedy=True)
         once, again = [
-            text_of(await client.post(bodies.path, body)) for _ in range(2)
+            answer_text(await client.post(bodies.path, body)) for _ in range(2)
         ]  # one behind the other
         if once != again:
             at = next(
@@ -236,7 +234,7 @@ async def _check_texts(client: Client, bodies: Bodies, texts: Sequence[str]) -> 
             )
 
 
-def text_of(answer: Document) -> str:
+def answer_text(answer: Document) -> str:
     """All that the choices of an answer in one piece say."""
     said = [choice.get("message", choice) for choice in answer.get("choices", ())]
     return "".join(str(each.get(name) or "") for each in said for name in _SAID)

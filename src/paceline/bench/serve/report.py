@@ -51,6 +51,42 @@ def keeps(answer: Answer, slo: Slo) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAnswers:
+    """Of one kind."""
+
+    count: int
+    first: str  # what it said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """Answers that keep the SLO."""
+
+    requests_s: float
+    share: float  # of all answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRates:
+    """Per second, from the begin to the last end."""
+
+    requests_s: float
+    output_tok_s: float
+    total_tok_s: float
+    mean_running: float  # requests at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTimeline:
+    """By slices of the load's time, [_NUM_SLICES] each."""
+
+    slice_s: float
+    output_tok_s: list[float]
+    running: list[int]  # requests in the middle of the slice
+    failed: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeReport:
     """What was found.  A `Report` of bench/page.py."""
 
@@ -68,42 +104,44 @@ class ServeReport:
         return [answer for answer in self.load.answers if answer.is_good]
 
     @property
-    def errors(self) -> dict[str, dict[str, Any]]:
-        """{kind: how many, and the first}"""
+    def errors(self) -> dict[str, FailedAnswers]:
+        """By kind."""
         counts = Counter(answer.error for answer in self.load.answers if answer.error is not None)
         first: dict[str, str] = {}
         for answer in self.load.answers:
             if answer.error is not None:
                 first.setdefault(answer.error, answer.details)
-        return {kind: {"count": counts[kind], "first": first[kind]} for kind in sorted(counts)}
+        return {
+            kind: FailedAnswers(count=counts[kind], first=first[kind]) for kind in sorted(counts)
+        }
 
     @property
-    def goodput(self) -> dict[str, float] | None:
-        """Answers that keep the SLO; None where there is none."""
+    def goodput(self) -> Goodput | None:
+        """None where there is no SLO."""
         if not self.shape.slo.asked:
             return None
         kept = sum(keeps(answer, self.shape.slo) for answer in self.load.answers)
         share = kept / len(self.load.answers)
-        return {"requests_s": kept / self.load.seconds, "share": share}
+        return Goodput(requests_s=kept / self.load.seconds, share=share)
 
     @property
-    def rates(self) -> dict[str, float]:
-        """Per second, from the begin to the last end."""
+    def rates(self) -> LoadRates:
+        """Of answers that came whole."""
         seconds, good = self.load.seconds, self.good
         outputs = sum(answer.output_tokens for answer in good)
         prompts = sum(answer.prompt_tokens for answer in good)
-        return {
-            "requests_s": len(good) / seconds,
-            "output_tok_s": outputs / seconds,
-            "total_tok_s": (outputs + prompts) / seconds,
-            "mean_running": sum(answer.ended_s - answer.sent_s for answer in self.load.answers)
+        return LoadRates(
+            requests_s=len(good) / seconds,
+            output_tok_s=outputs / seconds,
+            total_tok_s=(outputs + prompts) / seconds,
+            mean_running=sum(answer.ended_s - answer.sent_s for answer in self.load.answers)
             / seconds,
-        }
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The document."""
         load, good = self.load, self.good
-        waits = waits_of(load.answers)
+        waits, goodput = waits_of(load.answers), self.goodput
         return {
             "benchmark": "serve",
             "server": {
@@ -127,13 +165,13 @@ class ServeReport:
                 "answered": len(good),
                 "failed": len(load.answers) - len(good),
             },
-            "errors": self.errors,
+            "errors": {kind: asdict(failed) for kind, failed in self.errors.items()},
             "seconds": load.seconds,
-            **self.rates,
-            "goodput": self.goodput,
+            **asdict(self.rates),
+            "goodput": None if goodput is None else asdict(goodput),
             "waits": {name: _told(Percentiles.of(waits[name])) for name in _WAITS},
             "quantiles_ms": {name: list(quantiles_ms(waits[name])) for name in _WAITS},
-            "timeline": self._timeline(),
+            "timeline": asdict(self._timeline()),
             **cut_mark(load.is_cut),
         }
 
@@ -150,19 +188,17 @@ class ServeReport:
             f"{len(good)} of {load.num_asked} answered in {load.seconds:.2f} s; prompts "
             f"{prompts / count:.0f} tokens ({cached / max(1, prompts):.0%} cached), outputs "
             f"{outputs / count:.0f}, by the server's counts",
-            f"{rates['requests_s']:.2f} requests/s, {rates['output_tok_s']:.1f} output tok/s, "
-            f"{rates['total_tok_s']:.1f} total tok/s, {rates['mean_running']:.1f} at a time",
+            f"{rates.requests_s:.2f} requests/s, {rates.output_tok_s:.1f} output tok/s, "
+            f"{rates.total_tok_s:.1f} total tok/s, {rates.mean_running:.1f} at a time",
         ]
-        for kind, row in errors.items():
-            rows.append(f"ERROR {row['count']} x {kind}: {row['first']}")
+        for kind, failed in errors.items():
+            rows.append(f"ERROR {failed.count} x {kind}: {failed.first}")
         goodput = self.goodput
         if goodput is not None:
             slo = ", ".join(
                 f"{name} <= {limit:g} ms" for name, limit in self.shape.slo.asked.items()
             )
-            rows.append(
-                f"goodput {goodput['requests_s']:.2f} requests/s, {goodput['share']:.1%} ({slo})"
-            )
+            rows.append(f"goodput {goodput.requests_s:.2f} requests/s, {goodput.share:.1%} ({slo})")
         rows.append(f"{'[ms]':<40}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}")
         for name, seconds in waits_of(load.answers).items():
             found = Percentiles.of(seconds)
@@ -174,20 +210,19 @@ class ServeReport:
     def drawings(self) -> list[Drawing]:
         """Rates and requests over time, waits, errors."""
         line = self._timeline()
-        slice_s = line["slice_s"]
 
-        def over_time(name: str) -> list[tuple[float, float]]:
-            return [((index + 0.5) * slice_s, value) for index, value in enumerate(line[name])]
+        def over_time(values: Sequence[float]) -> list[tuple[float, float]]:
+            return [((index + 0.5) * line.slice_s, value) for index, value in enumerate(values)]
 
         waits = waits_of(self.load.answers)
         drawn: list[Drawing] = [
             Curves(
                 title="Output tokens per second over time [s]",
-                curves=[("tokens", over_time("output_tok_s"))],
+                curves=[("tokens", over_time(line.output_tok_s))],
             ),
             Curves(
                 title="Requests at a time over time [s]",
-                curves=[("running", over_time("running")), ("failed", over_time("failed"))],
+                curves=[("running", over_time(line.running)), ("failed", over_time(line.failed))],
             ),
         ]
         for name, words in _WAITS.items():
@@ -197,11 +232,11 @@ class ServeReport:
                     curves=[(name, by_share(quantiles_ms(waits[name])))],
                 )
             )
-        counts = [(kind, float(row["count"])) for kind, row in self.errors.items()]
+        counts = [(kind, float(failed.count)) for kind, failed in self.errors.items()]
         return [*drawn, Bars(title="Errors", rows=counts, form=",.0f")]
 
-    def _timeline(self) -> dict[str, Any]:
-        """By slices of the load's time.  An answer's tokens are shared among its events."""
+    def _timeline(self) -> LoadTimeline:
+        """An answer's tokens are shared among its events."""
         slice_s = self.load.seconds / _NUM_SLICES
 
         def counted(times: Callable[[Answer], Iterable[tuple[float, float]]]) -> list[float]:
@@ -218,15 +253,15 @@ class ServeReport:
         )
         failed = counted(lambda answer: [] if answer.is_good else [(answer.ended_s, 1.0)])
         middles = [(index + 0.5) * slice_s for index in range(_NUM_SLICES)]
-        return {
-            "slice_s": slice_s,
-            "output_tok_s": [amount / slice_s for amount in tokens],
-            "running": [
+        return LoadTimeline(
+            slice_s=slice_s,
+            output_tok_s=[amount / slice_s for amount in tokens],
+            running=[
                 sum(answer.sent_s <= middle < answer.ended_s for answer in self.load.answers)
                 for middle in middles
             ],
-            "failed": failed,
-        }
+            failed=failed,
+        )
 
 
 def _told(found: Percentiles | None) -> dict[str, float] | None:

@@ -139,7 +139,7 @@ class RequestMetrics:
         told = {name: getattr(self, name) for name in counted}
         lists = {name: list(getattr(self, name)) for name in ("accepted_by_position", "fallbacks")}
         found = asdict(self.receipt)
-        return {**found.pop("facts"), **found, **told, **lists}
+        return {**(found.pop("facts") or {}), **found, **told, **lists}
 
     @property
     def acceptance(self) -> Acceptance:

@@ -1,12 +1,30 @@
 """Receipt: how a request was computed, where it asked for that; plain data, made by the engine."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.core.step import Step, StepRun
 from paceline.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseBackends:
+    """Names of attention backends."""
+
+    prefill: str
+    decode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What is the same for every request of an engine."""
+
+    model: str
+    device: str
+    dtype: str
+    attention: PhaseBackends
+    drafter: str | None  # one of DRAFT_ALGORITHMS; None: nobody drafts
+    versions: dict[str, str]  # of Python and of libraries that are there
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,7 +42,7 @@ class PhaseRuns:
 class Receipt:
     """What a request is told beside its counts."""
 
-    facts: dict[str, Any]  # of the engine, the same for every request
+    facts: EngineFacts | None  # None: nobody told the engine
     queue_s: float | None  # from arrival until its first step was launched; None: none was
     phases: tuple[PhaseRuns, ...]  # in the order in which they first came
 
@@ -32,7 +50,7 @@ class Receipt:
 class ReceiptLog:
     """Owns what is noted of one request, of all its completions."""
 
-    def __init__(self, facts: Mapping[str, Any]) -> None:
+    def __init__(self, facts: EngineFacts | None) -> None:
         self._facts = facts
         self._arrival_s = time.perf_counter()
         self._queue_s: float | None = None
@@ -53,5 +71,5 @@ class ReceiptLog:
     def receipt(self) -> Receipt:
         """As it stands."""
         return Receipt(
-            facts=dict(self._facts), queue_s=self._queue_s, phases=tuple(self._phases.values())
+            facts=self._facts, queue_s=self._queue_s, phases=tuple(self._phases.values())
         )

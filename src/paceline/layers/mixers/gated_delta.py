@@ -15,7 +15,7 @@ from paceline.layers.linear import Linear
 from paceline.layers.rank_sum import summed
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement, empty_parameter
-from paceline.layers.weights.weight_format import Block, Target, hold
+from paceline.layers.weights.weight_format import Destination, TensorPart, hold
 
 
 class GatedDeltaNet(nn.Module):
@@ -79,7 +79,7 @@ class GatedDeltaNet(nn.Module):
         out: Tensor = self.out(gated.to(x.dtype).flatten(1))
         return out
 
-    def conv_target(self) -> Target:
+    def conv_target(self) -> Destination:
         """What the stored weight fills, [channels, 1, width]: all queries, all keys, all values."""
         shape, keys, width = self.shape, self.keys, self.shape.conv_width
         per_head = shape.channels // shape.key_heads
@@ -91,6 +91,6 @@ class GatedDeltaNet(nn.Module):
             begins = 0
             for view, size in zip(views, sizes, strict=True):
                 rows = Span(begins + head * size, size, total)
-                blocks.append(Block(view.unsqueeze(1), (rows, whole(1), whole(width))))
+                blocks.append(TensorPart(view.unsqueeze(1), (rows, whole(1), whole(width))))
                 begins += keys.total * size
-        return Target((total, 1, width), self.conv_weight.dtype, tuple(blocks))
+        return Destination((total, 1, width), self.conv_weight.dtype, tuple(blocks))

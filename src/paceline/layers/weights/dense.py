@@ -19,13 +19,13 @@ from paceline.layers.weights.parameter import (
     empty_parameter,
 )
 from paceline.layers.weights.weight_format import (
+    Destination,
     ExpertNames,
     ExpertsFormat,
     LatentFormat,
     LinearFormat,
     Named,
     TableFormat,
-    Target,
     WeightFormats,
     by_part,
     partly,
@@ -174,7 +174,7 @@ class DenseExperts(ExpertsFormat[DenseStack]):
         }
         if weight.gate_up_bias is not None:
             named[f"{gate_up}_bias"] = partly(weight.gate_up_bias, experts, rows)
-            unused = Target((count, hidden), weight.down.dtype, ())
+            unused = Destination((count, hidden), weight.down.dtype, ())
             bias = weight.down_bias
             named[f"{down}_bias"] = unused if bias is None else wholly(bias)
         return named

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.layers.weights.parameter import Placement
 
 
-class Block(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a stored tensor, and the view of a parameter that it fills."""
 
     into: Tensor
@@ -48,12 +48,12 @@ class Block(NamedTuple):
         return tuple(slice(span.first, span.end) for span in self.cut)
 
 
-class Target(NamedTuple):
+class Destination(NamedTuple):
     """What one stored tensor fills: of one process a whole view; of a rank its part, or nothing."""
 
     shape: tuple[int, ...]  # of the stored tensor
     dtype: torch.dtype  # of what it fills
-    blocks: tuple[Block, ...]
+    blocks: tuple[TensorPart, ...]
 
     def copy_(self, stored: Tensor) -> None:
         """Fill it."""
@@ -61,17 +61,19 @@ class Target(NamedTuple):
             block.into.copy_(stored[block.place])
 
 
-Named = dict[str, Target]  # by checkpoint tensor name
+Named = dict[str, Destination]  # by checkpoint tensor name
 
 
-def wholly(view: Tensor) -> Target:
+def wholly(view: Tensor) -> Destination:
     """A stored tensor that fills a view of a parameter, on every rank."""
-    return Target(tuple(view.shape), view.dtype, (Block(view, tuple(map(whole, view.shape))),))
+    return Destination(
+        tuple(view.shape), view.dtype, (TensorPart(view, tuple(map(whole, view.shape))),)
+    )
 
 
-def partly(view: Tensor, *cut: Span) -> Target:
+def partly(view: Tensor, *cut: Span) -> Destination:
     """A stored tensor of which a rank holds a part.  cut: [dims]"""
-    return Target(tuple(span.total for span in cut), view.dtype, (Block(view, cut),))
+    return Destination(tuple(span.total for span in cut), view.dtype, (TensorPart(view, cut),))
 
 
 def by_part(
@@ -94,16 +96,16 @@ def by_part(
     (name,) = names
     blocks, stored = [], 0
     for view, part in zip(views, parts, strict=True):
-        blocks.append(Block(view, (part._replace(first=stored + part.first), *behind)))
+        blocks.append(TensorPart(view, (part._replace(first=stored + part.first), *behind)))
         stored += part.total
     shape = (stored, *(span.total for span in behind))
-    return {f"{name}.{kind}": Target(shape, held.dtype, tuple(blocks))}
+    return {f"{name}.{kind}": Destination(shape, held.dtype, tuple(blocks))}
 
 
 def without_bias(names: Sequence[str], parts: Sequence[Span], dtype: torch.dtype) -> Named:
     """Biases of a layer that another rank adds."""
     return {
-        f"{name}.bias": Target((part.total,), dtype, ())
+        f"{name}.bias": Destination((part.total,), dtype, ())
         for name, part in zip(names, parts, strict=True)
     }
 

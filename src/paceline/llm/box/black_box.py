@@ -2,7 +2,7 @@
 
 It stands between a turn function and its scheduler: every step passes it on its way to the device,
 and so do its outputs.  Steps are kept as they are; of one that leaves the ring, its rows keep what
-it changed (TableRows).  An engine without a black box has the turn function itself.
+it changed (KnownRows).  An engine without a black box has the turn function itself.
 """
 
 import logging
@@ -31,7 +31,7 @@ from paceline.llm.box.record import (
     Record,
     encode_record,
 )
-from paceline.llm.box.table_rows import TableRows
+from paceline.llm.box.table_rows import KnownRows
 
 KEPT_STEPS = 256
 KEPT_BYTES = 256 << 20  # of what these steps brought
@@ -59,7 +59,7 @@ class _Seen:
     """What there is to write, while the engine may go on."""
 
     kept: list[_Kept]
-    rows: TableRows  # before the first of these
+    rows: KnownRows  # before the first of these
     asked: dict[int, Asked]  # who was in them, by row
 
     def index_of(self, request_id: str) -> int:
@@ -104,7 +104,7 @@ class BlackBox:
         self._num_cut = 0  # steps that left for their bytes
         self._lock = Lock()  # of the next three
         self._kept: deque[_Kept] = deque()
-        self._rows = TableRows()
+        self._rows = KnownRows()
         self._asked: dict[int, Asked] = {}
         _require_writable(folder)
 
@@ -255,7 +255,7 @@ class _Passed:
         return updates
 
 
-def _leave(kept: _Kept, rows: TableRows, asked: dict[int, Asked]) -> None:
+def _leave(kept: _Kept, rows: KnownRows, asked: dict[int, Asked]) -> None:
     """The oldest step becomes what it left in its rows."""
     landed = kept.landed
     assert landed is not None, "a step that leaves has come back"

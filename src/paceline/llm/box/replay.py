@@ -19,8 +19,8 @@ from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step
 from paceline.engine.loop import Launched
 from paceline.llm.boot import Booted, Knobs, boot
 from paceline.llm.box.record import NON_FINITE, Landed, Record, made_by
-from paceline.llm.box.restore import Restorer, Room, spare_pages
-from paceline.llm.box.table_rows import TableRows
+from paceline.llm.box.restore import Restorer, RestoreSpace, spare_pages
+from paceline.llm.box.table_rows import KnownRows
 from paceline.llm.prepare import Prepared, prepare
 from paceline.plan.machine import release_memory
 
@@ -57,7 +57,7 @@ _LOG = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ReplayOutcome:
     """What became of a record."""
 
     num_steps: int  # launched
@@ -94,7 +94,7 @@ def options_of(record: Record, asked: Mapping[str, object]) -> dict[str, object]
 
 def replay(
     record: Record, asked: Mapping[str, object], *, at_step: Callable[[], None] = lambda: None
-) -> Outcome:
+) -> ReplayOutcome:
     """Build the engine and run the steps.
 
     asked: options in place of the recorded ones; at_step: called before each step.
@@ -116,7 +116,7 @@ class _Player:
     """Owns the engine's runner while the steps of a record run."""
 
     def __init__(
-        self, record: Record, booted: Booted, room: Room, at_step: Callable[[], None]
+        self, record: Record, booted: Booted, room: RestoreSpace, at_step: Callable[[], None]
     ) -> None:
         self._record = record
         self._runner = booted.engine.runner
@@ -124,13 +124,13 @@ class _Player:
         self._restorer = Restorer(room, booted.runner.parts.usual_ends)
         self._at_step = at_step
         self._epoch = 0  # of steps in flight alone: rings go by their order
-        self._rows = TableRows()
+        self._rows = KnownRows()
         self._pending: list[Delta] = []  # for the next step, whichever it is
         self._num_restored = self._num_compared = self._num_launched = self._num_landed = 0
         self._difference: str | None = None
         self._failed: tuple[int, ...] = ()  # rows of the last step, not finite
 
-    def play(self) -> Outcome:
+    def play(self) -> ReplayOutcome:
         """Everything, as far as it goes."""
         self._begin()
         try:
@@ -226,8 +226,8 @@ class _Player:
         hosts = "; it was raised by the scheduler, which a replay does without"
         return f"all {num_steps} steps ended{hosts if failure.is_hosts else ''}", False
 
-    def _outcome(self, end: str, is_reproduced: bool) -> Outcome:
-        return Outcome(
+    def _outcome(self, end: str, is_reproduced: bool) -> ReplayOutcome:
+        return ReplayOutcome(
             num_steps=self._num_launched,
             num_restored=self._num_restored,
             num_compared=self._num_compared,
@@ -265,7 +265,7 @@ def _others(record: Record, prepared: Prepared) -> dict[str, tuple[object, objec
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _placed(record: Record, prepared: Prepared) -> tuple[Record, Room, tuple[int, ...]]:
+def _placed(record: Record, prepared: Prepared) -> tuple[Record, RestoreSpace, tuple[int, ...]]:
     """The record in pages that this machine has; where a Restorer computes; pages of each pool.
 
     Pages keep their numbers where there are as many as there were.
@@ -295,7 +295,7 @@ def _placed(record: Record, prepared: Prepared) -> tuple[Record, Room, tuple[int
             )
         names.append({0: 0, **dict(zip(used, used_now, strict=True))})
     spare = spare_pages(groups, chunk)
-    room = Room(
+    room = RestoreSpace(
         groups=groups,
         chunk=chunk,
         spare=tuple(range(own, own + more) for own, more in zip(num_pages, spare, strict=True)),

@@ -32,7 +32,7 @@ def spare_pages(groups: Sequence[CacheGroupSpec], chunk: int) -> tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class RestoreSpace:
     """Where a Restorer computes."""
 
     groups: Sequence[CacheGroupSpec]
@@ -43,7 +43,7 @@ class Room:
 class Restorer:
     """Owns the knowledge of which pages and slots hold what they shall."""
 
-    def __init__(self, room: Room, ends: frozenset[End]) -> None:
+    def __init__(self, room: RestoreSpace, ends: frozenset[End]) -> None:
         """ends: of steps whose outputs nobody wants; a model without a head makes no logits."""
         self._room = room
         self._ends = ends

@@ -1,4 +1,4 @@
-"""TableRows: what the rows of the request table hold, as steps and their outputs tell it.
+"""KnownRows: what the rows of the request table hold, as steps and their outputs tell it.
 
 A host's twin of `runner.table.request_table`, of what must be known to begin anew in the middle: a
 row that joined with 20 tokens, 16 of them found in the cache, and said 3 since, is a row that joins
@@ -13,7 +13,7 @@ from paceline.core.step import Delta, FinishCode, JoinDelta, OverlayDelta, PageD
 
 @dataclass(slots=True)
 class TableRow:
-    """One request since it entered its row; written by TableRows alone."""
+    """One request since it entered its row; written by KnownRows alone."""
 
     join: JoinDelta
     overlays: list[OverlayDelta] = field(default_factory=list)  # as far as not computed
@@ -71,14 +71,14 @@ def _runs(entries: Mapping[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
         yield start, tuple(pages)
 
 
-class TableRows:
+class KnownRows:
     """Owns what is known of every row."""
 
     def __init__(self, rows: Mapping[int, TableRow] | None = None) -> None:
         self._rows = {} if rows is None else {name: row.copy() for name, row in rows.items()}
 
-    def copy(self) -> "TableRows":
-        return TableRows(self._rows)
+    def copy(self) -> "KnownRows":
+        return KnownRows(self._rows)
 
     def __getitem__(self, row: int) -> TableRow:
         return self._rows[row]

@@ -22,7 +22,7 @@ from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.answers.outputs import RequestOutput
 from paceline.engine.answers.token_logprobs import TokenLogprobs
 from paceline.llm.admission import Admission, AdmittedPrompt
-from paceline.llm.inputs import Conversation, Ids, as_batch, as_prompt
+from paceline.llm.inputs import ChatPrompt, Ids, as_batch, as_prompt
 
 Text = str | Ids
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, seed=0, prompt_logprobs=0)
@@ -123,7 +123,7 @@ def label_prompts(
 def _labels(admission: Admission, label_token_ids: object) -> list[int]:
     """Checked here, where they are known to be labels."""
     labels = as_prompt(label_token_ids)
-    if isinstance(labels, str | Conversation) or not labels:
+    if isinstance(labels, str | ChatPrompt) or not labels:
         got = "none" if not labels else type(label_token_ids).__name__
         raise _error("label_token_ids", "at least one token id", got)
     vocab_size = admission.config.vocab_size

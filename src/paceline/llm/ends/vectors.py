@@ -40,7 +40,7 @@ class VectorParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Embedding:
+class EmbeddingOutput:
     """The vector of one prompt."""
 
     vector: NDArray[np.float32]  # [dimensions]
@@ -48,16 +48,16 @@ class Embedding:
     cached_tokens: int  # of these, found in the prefix cache
 
 
-def embeddings(outputs: Sequence[RequestOutput], params: VectorParams) -> list[Embedding]:
+def embeddings(outputs: Sequence[RequestOutput], params: VectorParams) -> list[EmbeddingOutput]:
     """Of finished requests that pool.  Raises RequestError for one that failed."""
     return [_embedding(output, params) for output in outputs]
 
 
-def _embedding(output: RequestOutput, params: VectorParams) -> Embedding:
+def _embedding(output: RequestOutput, params: VectorParams) -> EmbeddingOutput:
     if output.pooled is None:
         raise RequestError(output.outputs[0].error or f"{output.request_id} was aborted")
     assert output.metrics is not None, "it is finished"
-    return Embedding(
+    return EmbeddingOutput(
         vector=params.of(output.pooled),
         prompt_token_ids=output.prompt_token_ids,
         cached_tokens=output.metrics.cached_tokens,

@@ -14,7 +14,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127  # of a byte that is an exponent (the same, section 5.4.1)
 
 
-class Blocks(NamedTuple):
+class ScaleBlocks(NamedTuple):
     """Which numbers of a matrix share a scale."""
 
     rows: int  # of one block
@@ -28,14 +28,16 @@ class Coded(NamedTuple):
     codes: Tensor  # [N, K]  unsigned integers, or e4m3
     scale: Tensor  # as many as blocks.table says
     zero: Tensor | None  # likewise; None: codes are numbers
-    blocks: Blocks
+    blocks: ScaleBlocks
 
     def numbers(self) -> Tensor:
         """[N, K] float32.  Raises ValueError as `scaled`."""
         return scaled(self.codes, self.scale, self.zero, blocks=self.blocks)
 
 
-def scaled(codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, blocks: Blocks) -> Tensor:
+def scaled(
+    codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, blocks: ScaleBlocks
+) -> Tensor:
     """codes [N, K]; scale, zero: as many as blocks.table says -> [N, K] float32.
 
     Raises ValueError for a scale that is no number, is negative, or is 0 where codes are not."""
@@ -51,7 +53,7 @@ def scaled(codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, blocks: 
     return numbers * factor
 
 
-def _spread(table: Tensor, shape: torch.Size, blocks: Blocks) -> Tensor:
+def _spread(table: Tensor, shape: torch.Size, blocks: ScaleBlocks) -> Tensor:
     """Of each number that of its block, where blocks differ along a dimension."""
     rows, columns = shape
     if table.shape[0] > 1:
@@ -90,7 +92,7 @@ def packed_rows(
     *,
     bits: int,
     columns: int,
-    blocks: Blocks,
+    blocks: ScaleBlocks,
 ) -> Coded:
     """compressed-tensors' `pack_to_int32`: words [N, W] along K, codes offset by half their range;
     zero_words [ceil(N * bits / 32), G] along N."""
@@ -110,7 +112,7 @@ _AWQ_FIELDS = [0, 4, 1, 5, 2, 6, 3, 7]
 def awq(words: Tensor, zero_words: Tensor, scale: Tensor, *, group: int) -> Coded:
     """words [K, N / 8], zero_words [G, N / 8], scale [G, N]."""
     codes, zero = _awq_fields(words), _awq_fields(zero_words)
-    return Coded(codes.T, scale.T, zero.T, Blocks(1, group, (scale.shape[1], scale.shape[0])))
+    return Coded(codes.T, scale.T, zero.T, ScaleBlocks(1, group, (scale.shape[1], scale.shape[0])))
 
 
 def _awq_fields(words: Tensor) -> Tensor:
@@ -147,11 +149,11 @@ def gptq(
             raise ValueError("zero points that are not those of symmetric weights")
     if not is_v2:
         zero = (zero + 1) & ((1 << bits) - 1)
-    return Coded(codes, scale.T, zero.T, Blocks(1, group, (scale.shape[1], scale.shape[0])))
+    return Coded(codes, scale.T, zero.T, ScaleBlocks(1, group, (scale.shape[1], scale.shape[0])))
 
 
 def plain_codes(
-    codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, blocks: Blocks
+    codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, blocks: ScaleBlocks
 ) -> Coded:
     """codes [N, K] e4m3, or int8, which count from -128."""
     if codes.dtype != torch.int8:
@@ -183,4 +185,4 @@ def nvfp4(packed: Tensor, scale: Tensor, whole: Tensor, *, divides: bool) -> Ten
         raise ValueError("a global scale that is no positive number")
     factors = scale.float() / factor if divides else scale.float() * factor
     table = (factors.shape[0], factors.shape[1])
-    return scaled(e2m1(packed), factors, blocks=Blocks(1, 16, table))
+    return scaled(e2m1(packed), factors, blocks=ScaleBlocks(1, 16, table))

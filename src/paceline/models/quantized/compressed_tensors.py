@@ -181,7 +181,7 @@ def _matches(entry: str, module: str) -> bool:
 
 
 def _packed_integers(module: str, stored: Mapping[str, Stored], group: Group) -> Weight:
-    from paceline.models.quantized.codes import Blocks, packed_rows
+    from paceline.models.quantized.codes import ScaleBlocks, packed_rows
 
     words, scale = stored["weight_packed"], stored.get("weight_scale")
     if words.dtype != "I32" or len(words.shape) != 2 or scale is None or len(scale.shape) != 2:
@@ -192,7 +192,7 @@ def _packed_integers(module: str, stored: Mapping[str, Stored], group: Group) ->
     size = group.group_size or columns
     if scale.shape == (rows, 1):  # older tools took one group for some presets
         size = columns
-    blocks = Blocks(1, size, (rows, groups(columns, size)))
+    blocks = ScaleBlocks(1, size, (rows, groups(columns, size)))
     require_shape(module, "weight_scale", scale, blocks.table)
     parts: tuple[str, ...] = ("weight_packed", "weight_scale")
     zero = stored.get("weight_zero_point")

@@ -70,7 +70,7 @@ def scaled_weight(
 ) -> list[Weight]:
     """Of a module whose `weight` has `codes` (a dtype) and a scale beside it; zero points too,
     where there are."""
-    from paceline.models.quantized.codes import Blocks, plain_codes
+    from paceline.models.quantized.codes import ScaleBlocks, plain_codes
 
     scales = [name for name in _SCALES if name in stored]
     weight = stored.get("weight")
@@ -84,13 +84,13 @@ def scaled_weight(
     shape = stored[scales[0]].shape
     require_dtype(module, scales[0], stored[scales[0]], *PLAIN, E8M0)
     if shape in ((), (1,), (1, 1)):
-        blocks = Blocks(rows, columns, (1, 1))
+        blocks = ScaleBlocks(rows, columns, (1, 1))
     elif shape in ((rows,), (rows, 1)):
-        blocks = Blocks(1, columns, (rows, 1))
+        blocks = ScaleBlocks(1, columns, (rows, 1))
     elif block is None:
         refuse_weight(module, f"one scale, or one for each of {rows} rows", list(shape))
     else:
-        blocks = Blocks(*block, (groups(rows, block[0]), groups(columns, block[1])))
+        blocks = ScaleBlocks(*block, (groups(rows, block[0]), groups(columns, block[1])))
         require_shape(module, scales[0], stored[scales[0]], blocks.table)
     parts: tuple[str, ...] = ("weight", scales[0])
     if "weight_zero_point" in stored:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.core.draft_shape import DraftShape
 from paceline.llm.llm import LLM
-from paceline.llm.teacher import Form, Reading
+from paceline.llm.teacher import TeacherForm, TeacherOutput
 
 NOISE_FACTOR = 4.0  # another backend or another width may round more than the two plain forms do
 LEAST_ULPS = 4.0  # of the dtype, where the two forms agree by chance
@@ -36,7 +36,7 @@ class LayerCase:
 class Expected:
     """What the reference makes of a case."""
 
-    plain: Reading
+    plain: TeacherOutput
     allowance: tuple[float, ...]  # [num_layers] difference that rounding explains
 
 
@@ -51,11 +51,11 @@ class Blame:
 def expect(reference: LLM, case: LayerCase) -> Expected:
     """Read with the reference, which must be idle."""
     teacher, num = reference.teacher(), len(case.tokens)
-    plain = teacher.read(case.tokens, Form.plain(num), layers=True)
+    plain = teacher.read(case.tokens, TeacherForm.plain(num), layers=True)
     least = LEAST_ULPS * torch.finfo(case.dtype).eps
     # A prompt of one token has no second form of the same rows.
     start = max(1, min(case.num_prompt, num - 1))
-    stepped = teacher.read(case.tokens, Form.decode(start), layers=True)
+    stepped = teacher.read(case.tokens, TeacherForm.decode(start), layers=True)
     return Expected(
         plain=plain,
         allowance=tuple(
@@ -79,22 +79,24 @@ def blame(contender: LLM, case: LayerCase, expected: Expected, shape: DraftShape
         )
     where = f"{detail}, {words}"
     if form.start < len(case.tokens):
-        plain = teacher.read(case.tokens, Form.plain(len(case.tokens)), layers=True)
+        plain = teacher.read(case.tokens, TeacherForm.plain(len(case.tokens)), layers=True)
         is_plain, _ = _first(expected, plain)
         where += "; so it does as a prompt" if is_plain == layer else "; as a prompt it agrees"
     return Blame(layer=layer, detail=where)
 
 
-def form_of(case: LayerCase, shape: DraftShape | None) -> tuple[Form, str]:
+def form_of(case: LayerCase, shape: DraftShape | None) -> tuple[TeacherForm, str]:
     """How a contender computed the last tokens of a case, and in words."""
     num = len(case.tokens)
     if case.num_generated == 0:
-        return Form.plain(num), "computed as a prompt"
+        return TeacherForm.plain(num), "computed as a prompt"
     if shape is None:
-        return Form.decode(case.num_prompt), "computed one by one"
+        return TeacherForm.decode(case.num_prompt), "computed one by one"
     start = max(case.num_prompt, num - shape.max_path)
     kind = "chain" if shape.is_chain else "tree"
-    return Form.verify(start, shape), f"computed as a {kind} of {shape.num_draft_tokens} rows"
+    return TeacherForm.verify(
+        start, shape
+    ), f"computed as a {kind} of {shape.num_draft_tokens} rows"
 
 
 def differences(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[float, ...]:
@@ -103,7 +105,7 @@ def differences(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> tuple[float,
     return tuple(float(((a - b).norm(dim=1) / a.norm(dim=1)).max()) for a, b in pairs)
 
 
-def _first(expected: Expected, found: Reading) -> tuple[int | None, str]:
+def _first(expected: Expected, found: TeacherOutput) -> tuple[int | None, str]:
     apart = differences(expected.plain.layers, found.layers)
     for layer, (difference, allowed) in enumerate(zip(apart, expected.allowance, strict=True)):
         if not difference <= allowed:  # NaN is a fault too

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
-from paceline.llm.teacher import Form
+from paceline.llm.teacher import TeacherForm
 from paceline.proof.lossless.verdicts import Parting, Verdict, part
 
 
@@ -30,7 +30,7 @@ class Judge:
 
         def logits_behind(generated: Sequence[int]) -> Tensor:
             tokens = (*prompt_ids, *generated)
-            return self._teacher.read(tokens, Form.plain(len(tokens))).logits
+            return self._teacher.read(tokens, TeacherForm.plain(len(tokens))).logits
 
         return part(
             wanted,

@@ -17,7 +17,7 @@ from paceline.engine.acceptance import Acceptance, read_band
 from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.draft_self_test import BELOW_BAND
 from paceline.llm.llm import LLM
-from paceline.llm.teacher import Form, Teacher
+from paceline.llm.teacher import Teacher, TeacherForm
 from paceline.proof.lossless.contest import Contestant
 from paceline.proof.lossless.faulty_layer import Blame, Expected, LayerCase, blame, expect
 from paceline.proof.lossless.prompt_set import NamedPrompt, inputs_of
@@ -189,7 +189,7 @@ def _part(
 
     def logits_behind(generated: Sequence[int]) -> torch.Tensor:
         tokens = (*prompt, *generated)
-        return teacher.read(tokens, Form.plain(len(tokens))).logits
+        return teacher.read(tokens, TeacherForm.plain(len(tokens))).logits
 
     return part(
         wanted.outputs[0].token_ids,

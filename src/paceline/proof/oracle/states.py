@@ -40,7 +40,7 @@ class StateData:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class StateReading:
     """How a batch's rows follow on one another; every other than the first is a mistake."""
 
     name: str
@@ -139,7 +139,7 @@ class StateExpectation:
         batch = self.case.batches[self.index]
         return [request for request in range(batch.num_reqs) if request not in batch.frozen]
 
-    def _others(self) -> list[Reading]:
+    def _others(self) -> list[StateReading]:
         return readings(self.case.batches[self.index])[1:]
 
 
@@ -200,14 +200,14 @@ def expect_states(case: Case, index: int, data: StateData) -> StateExpectation:
     )
 
 
-def readings(batch: Batch) -> list[Reading]:
+def readings(batch: Batch) -> list[StateReading]:
     """The right one, then every mistake that is one in such a batch."""
     requests = range(batch.num_reqs)
     chain = tuple(tuple(range(-1, extend - 1)) for extend in batch.extend_lens)
     whole = tuple(tuple(range(extend)) for extend in batch.extend_lens)
     kept = batch.accepted or whole
     own = tuple(request if batch.prefix_lens[request] else None for request in requests)
-    truth = Reading(name="", parents=batch.parents or chain, kept=kept, starts=own)
+    truth = StateReading(name="", parents=batch.parents or chain, kept=kept, starts=own)
     others = {
         "the state before the step not read": replace(truth, starts=(None,) * len(own)),
         "another request's state read": replace(truth, starts=(*own[1:], own[0])),
@@ -241,7 +241,7 @@ def _answers(
     case: Case,
     data: StateData,
     layer: int,
-    reading: Reading,
+    reading: StateReading,
     *,
     dtype: torch.dtype = torch.float64,
 ) -> _Answers:

@@ -12,7 +12,7 @@ from paceline.runner.extents import Extent, StepUse
 from paceline.runner.sanitizer.live_rows import LiveRow
 from paceline.runner.sanitizer.poison import (
     LARGE,
-    Piece,
+    Poisoned,
     Region,
     bits_of,
     float_bits,
@@ -89,7 +89,7 @@ def feature_regions(
         ),
         Region(
             name=f"{name}, of padded rows",
-            pieces=(Piece(tensor=features[:1], index=None, dead=None, poison=padding),),
+            pieces=(Poisoned(tensor=features[:1], index=None, dead=None, poison=padding),),
             remedy="let no row depend on another one",
             is_padding=True,
         ),
@@ -132,7 +132,7 @@ def table_regions(
     index = torch.tensor([row.row for row in live], dtype=torch.int64, device=tokens.device)
     lens = torch.tensor([[row.known_len] for row in live], dtype=torch.int64, device=tokens.device)
     if live:
-        piece = Piece(
+        piece = Poisoned(
             tensor=tokens,
             index=index,
             dead=columns >= lens,
@@ -164,8 +164,8 @@ def overlay_regions(
             is_free[overlay.slots[row.row, row.prefix_len : row.kv_len].long()] = False
         is_free[0] = True  # what stands for no row is selected, and never taken
     poison = bits_of((overlay.slots != 1).to(overlay.slots.dtype))  # 0 or 1: a slot that there is
-    slots = Piece(tensor=overlay.slots, index=None, dead=is_dead, poison=poison)
-    rows = Piece(tensor=overlay.rows, index=None, dead=is_free, poison=poison_bits(overlay.rows))
+    slots = Poisoned(tensor=overlay.slots, index=None, dead=is_dead, poison=poison)
+    rows = Poisoned(tensor=overlay.rows, index=None, dead=is_free, poison=poison_bits(overlay.rows))
     remedy = "take an overlay's row where overlay_slot of the step's own tokens says so"
     return [
         Region(name=name, pieces=(piece,), remedy=remedy, is_foreign=True)
@@ -195,7 +195,9 @@ def page_table_region(
         low = 0 if window is None else max(0, row.prefix_len - window + 1)
         is_dead[row.row, low // page_size : -(-row.kv_len // page_size)] = False
     poison = torch.where(table == dead_page, 0, dead_page).to(table.dtype)
-    piece = Piece(tensor=table, index=None, dead=is_dead.to(table.device), poison=bits_of(poison))
+    piece = Poisoned(
+        tensor=table, index=None, dead=is_dead.to(table.device), poison=bits_of(poison)
+    )
     return Region(
         name=f"table.page_table.{group}, outside the visible pages",
         pieces=(piece,),
@@ -204,16 +206,16 @@ def page_table_region(
     )
 
 
-def _whole(tensor: Tensor) -> Piece:
-    return Piece(tensor=tensor, index=None, dead=None, poison=poison_bits(tensor))
+def _whole(tensor: Tensor) -> Poisoned:
+    return Poisoned(tensor=tensor, index=None, dead=None, poison=poison_bits(tensor))
 
 
-def _rows(tensor: Tensor, used: set[int]) -> Piece:
+def _rows(tensor: Tensor, used: set[int]) -> Poisoned:
     """Every row but those used."""
     index = torch.tensor(sorted(set(range(tensor.shape[0])) - used), device=tensor.device)
     index = index.to(torch.int64)
     poison = poison_bits(tensor)
-    return Piece(
+    return Poisoned(
         tensor=tensor,
         index=index,
         dead=None,

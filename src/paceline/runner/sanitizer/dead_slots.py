@@ -21,7 +21,7 @@ from paceline.core.padding import PAD_PAGE
 from paceline.runner.sanitizer.live_rows import LiveRow
 from paceline.runner.sanitizer.poison import (
     LARGE,
-    Piece,
+    Poisoned,
     Region,
     bits_of,
     float_bits,
@@ -163,7 +163,9 @@ class DeadSlots:
     def _region(self, use: SlotUse, part: str) -> Region:
         dead = (self._uses == use).unsqueeze(2).unsqueeze(3)
         pieces = tuple(
-            Piece(tensor=cache, index=self._pages, dead=dead, poison=self._poison(part, cache, use))
+            Poisoned(
+                tensor=cache, index=self._pages, dead=dead, poison=self._poison(part, cache, use)
+            )
             for name, cache in self._sides
             if name.startswith(f"{part}.")
         )

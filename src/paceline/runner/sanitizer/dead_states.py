@@ -19,7 +19,13 @@ from paceline.core.model.cache_groups import CHECKPOINT, READ, WRITE
 from paceline.core.padding import PAD_PAGE
 from paceline.runner.committers import StateMixer
 from paceline.runner.sanitizer.live_rows import LiveRow
-from paceline.runner.sanitizer.poison import Piece, Region, bits_of, poison_bits, same_numbers
+from paceline.runner.sanitizer.poison import (
+    Poisoned,
+    Region,
+    bits_of,
+    poison_bits,
+    same_numbers,
+)
 
 _NOTHING = "start a row that reads slot 0 from zeros, whatever that slot holds"
 _WRITE_FIRST = "write a request's slot before it is read, and its checkpoint from that"
@@ -98,7 +104,7 @@ class DeadStates:
         dead = is_dead.to(table.device)
         return Region(
             name=f"table.page_table.{group}, slots of rows outside the step",
-            pieces=(Piece(tensor=table, index=None, dead=dead, poison=bits_of(poison)),),
+            pieces=(Poisoned(tensor=table, index=None, dead=dead, poison=bits_of(poison)),),
             remedy="index the request table by the step's row_ids",
             is_foreign=True,
         )
@@ -128,10 +134,10 @@ class DeadStates:
         index = torch.tensor(sorted(slots), dtype=torch.int64, device=tensor.device)
         return tensor.index_select(0 if tensor.dim() == 1 else 1, index)
 
-    def _pieces(self, tensor: Tensor, slots: set[int]) -> tuple[Piece, ...]:
+    def _pieces(self, tensor: Tensor, slots: set[int]) -> tuple[Poisoned, ...]:
         index = torch.tensor(sorted(slots), dtype=torch.int64, device=tensor.device)
         layers = [tensor] if tensor.dim() == 1 else tensor.unbind()
         return tuple(
-            Piece(tensor=layer, index=index, dead=None, poison=poison_bits(layer[index]))
+            Poisoned(tensor=layer, index=index, dead=None, poison=poison_bits(layer[index]))
             for layer in layers
         )

@@ -24,7 +24,7 @@ Span = tuple[int, int]  # first byte's address, and the one behind the last
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class OperatorCall:
     """One operator that ran."""
 
     operator: str
@@ -33,7 +33,7 @@ class Entry:
     writes: tuple[Span, ...]
 
 
-def listen(function: Callable[[], None], backend: type) -> list[Entry]:
+def listen(function: Callable[[], None], backend: type) -> list[OperatorCall]:
     """Run `function` and note its operators, views left out.  backend: its lines are named too."""
     listener = _Listener(backend)
     with torch.no_grad(), listener:
@@ -41,14 +41,14 @@ def listen(function: Callable[[], None], backend: type) -> list[Entry]:
     return listener.entries
 
 
-def readers(entries: Sequence[Entry], tensors: Sequence[Tensor]) -> list[str]:
+def readers(entries: Sequence[OperatorCall], tensors: Sequence[Tensor]) -> list[str]:
     """Operators and lines that read any of `tensors`, or else that write them; at most a few."""
     spans = [span_of(tensor) for tensor in tensors]
     reading = [entry for entry in entries if _meet(entry.reads, spans)]
     return _lines(reading) if reading else writers(entries, tensors)
 
 
-def writers(entries: Sequence[Entry], tensors: Sequence[Tensor]) -> list[str]:
+def writers(entries: Sequence[OperatorCall], tensors: Sequence[Tensor]) -> list[str]:
     """Operators and lines that write any of `tensors`; at most a few."""
     spans = [span_of(tensor) for tensor in tensors]
     return _lines([entry for entry in entries if _meet(entry.writes, spans)])
@@ -65,7 +65,7 @@ def _meet(taken: Sequence[Span], spans: Sequence[Span]) -> bool:
     return any(a < d and c < b for a, b in taken for c, d in spans)
 
 
-def _lines(entries: Sequence[Entry]) -> list[str]:
+def _lines(entries: Sequence[OperatorCall]) -> list[str]:
     lines = list(dict.fromkeys(f"{entry.operator} at {entry.line}" for entry in entries))
     more = [f"{len(lines) - _LINES} more"] if len(lines) > _LINES else []
     return lines[:_LINES] + more
@@ -76,7 +76,7 @@ class _Listener(DispatchMode):
 
     def __init__(self, backend: type) -> None:
         super().__init__()
-        self.entries: list[Entry] = []
+        self.entries: list[OperatorCall] = []
         modules = {part.__module__ for part in backend.__mro__ if part is not object}
         files = (getattr(sys.modules.get(name), "__file__", None) for name in modules)
         self._backend_files = {Path(file) for file in files if file}  # a shell's class has none
@@ -96,7 +96,7 @@ class _Listener(DispatchMode):
             taken = {**dict(zip(names, args, strict=False)), **kwargs}
             written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
             self.entries.append(
-                Entry(
+                OperatorCall(
                     schema.name.partition("::")[2],
                     self._line(),
                     _spans(value for name, value in taken.items() if name not in written),

@@ -56,7 +56,7 @@ def same_numbers(expected: Tensor, now: Tensor, tolerance: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
+class Poisoned:
     """Elements of one tensor and the poison they get."""
 
     tensor: Tensor  # [n, ...]  the live memory, any dtype
@@ -91,7 +91,7 @@ class Region:
     """Bytes of one buffer that a step may not read, for one reason."""
 
     name: str  # buffer and field
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Poisoned, ...]
     remedy: str
     is_foreign: bool = False  # a step may not write them either
     is_padding: bool = False  # padded rows read them: their output may change, not that of others

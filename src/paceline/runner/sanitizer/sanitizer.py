@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.core.errors import SanitizerError, message
 from paceline.runner.program import Parts
-from paceline.runner.sanitizer.journal import Entry, listen, readers, writers
+from paceline.runner.sanitizer.journal import OperatorCall, listen, readers, writers
 from paceline.runner.sanitizer.poison import Region
 from paceline.runner.sanitizer.poisoned_run import (
     OVERWRITES,
@@ -112,7 +112,7 @@ class _Culprit:
     def is_written(self) -> bool:
         return any(finding.startswith(OVERWRITES) for finding in self.findings)
 
-    def explained(self, entries: list[Entry]) -> str:
+    def explained(self, entries: list[OperatorCall]) -> str:
         """What the poison did, and which lines touch it."""
         tensors = [piece.tensor for region in self.regions for piece in region.pieces]
         lines = (writers if self.is_written else readers)(entries, tensors)

@@ -4,7 +4,7 @@ It knows no engine and no torch: large bodies are read by one in a process of it
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from msgspec import Struct
 from paceline.core.errors import ModelError, RequestError
 from paceline.core.modes import End
 from paceline.core.request.sampling_params import SamplingParams, require_possible
+from paceline.core.request.structured import StructuredOutputs, StructureKind
 from paceline.server.bodies.body import decoded
 from paceline.server.bodies.counts import Room
 from paceline.server.bodies.places import shortened
@@ -43,8 +44,7 @@ TOLD = (COUNT, TOKENIZE, DETOKENIZE)  # nothing of it goes to the engine
 _MOST_CONTEXTS = 16  # of tokens that /tokenize tells
 _MOST_OF_PAIRS = 256  # contexts of tokens, of all pairs of a body together
 _MOST_BYTES_OF_PAIRS = 1 << 22  # a text of many pairs counts in each, as it is encoded in each
-_NOTHING_SAMPLED = {"max_tokens": 1, "temperature": 0.0}
-_OF_END = {End.SCORE: {"max_tokens"}, End.POOL: _NOTHING_SAMPLED.keys()}  # nobody asked for them
+_NOTHING_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class VectorWish(Struct, frozen=True, kw_only=True):
@@ -59,7 +59,8 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     """What a body asks for."""
 
     prompts: list[list[int]]  # token ids
-    sampling: dict[str, Any]  # for SamplingParams.from_dict, which has taken them once
+    params: SamplingParams
+    given: tuple[str, ...] = ()  # names of `params` that the client gave a value
     stream: bool
     include_usage: bool
     priority: int
@@ -75,12 +76,6 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     ignored: list[str] = []  # names of fields that were sent and not read
     told: bytes = b""  # JSON of what was asked, where the answer repeats it
     form: Form = TEXT  # what is looked for in the answers
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """Of `sampling`, what the client and not its end says."""
-        own = _OF_END.get(self.end, ())
-        return {name: value for name, value in self.sampling.items() if name not in own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,7 +134,7 @@ class Reader:
     def _chat(self, asked: ChatRequest) -> Reading:
         self.check_model(asked.model)
         sampling = asked.sampling()
-        SamplingParams.from_dict(sampling)  # raises for values out of range
+        params = SamplingParams.from_dict(sampling)  # raises for values out of range
         how = _how(asked)
         tokenizer = self.require_tokenizer()
         said = Conversation.of(asked, self.formats, tokenizer.require_chat_template())
@@ -147,29 +142,31 @@ class Reader:
         prompt = said.prompt(tokenizer)
         del said
         # The template alone decides on special tokens.
-        answer = sampling.get("max_tokens")
-        ids = self._encode(prompt.text, answer, "messages", add_special_tokens=False)
+        ids = self._encode(prompt.text, params.max_tokens, "messages", add_special_tokens=False)
         if shows_special_tokens(prompt.form):
-            sampling["skip_special_tokens"] = False
+            params = replace(params, skip_special_tokens=False)
         if prompt.grammar is not None:
-            sampling["structured_outputs"] = {"grammar": prompt.grammar}
-        return Reading(prompts=[ids], sampling=sampling, form=prompt.form, **how)
+            form = StructuredOutputs(kind=StructureKind.GRAMMAR, text=prompt.grammar)
+            params = replace(params, structured_outputs=form)
+        return Reading(prompts=[ids], params=params, given=tuple(sampling), form=prompt.form, **how)
 
     def _completions(self, body: bytes) -> Reading:
         asked = decoded(CompletionRequest, body, self.room)
         del body
         self.check_model(asked.model)
         sampling = asked.sampling()
-        num_each, answer = SamplingParams.from_dict(sampling).n, asked.max_tokens
-        prompts = self._prompts(asked.prompts, num_each, answer, "prompt")
+        params = SamplingParams.from_dict(sampling)
+        prompts = self._prompts(asked.prompts, params.n, asked.max_tokens, "prompt")
         if asked.trace_tokens:
             self._require_one_context(prompts)
+        alone = asked.echoes_alone  # max_tokens is then our own, of a token that nobody sees
         return Reading(
             prompts=prompts,
-            sampling=sampling,
+            params=params,
+            given=tuple(name for name in sampling if name != "max_tokens" or not alone),
             **_how(asked),
             echoed=[self._text(prompt) for prompt in asked.prompts] if asked.echo else [],
-            end=End.SCORE if asked.echoes_alone else End.GENERATE,
+            end=End.SCORE if alone else End.GENERATE,
             tells_scores=asked.prompt_logprobs is not None,
         )
 
@@ -334,7 +331,7 @@ def _require_few_of_pairs(count: int, most: int, unit: str, param: str) -> None:
 def _pooling(asked: EmbeddingsRequest | RerankRequest | ScoreRequest) -> dict[str, Any]:
     """What a Reading says of texts that are pooled."""
     return {
-        "sampling": dict(_NOTHING_SAMPLED),
+        "params": _NOTHING_SAMPLED,
         "stream": False,
         "include_usage": False,
         "priority": asked.priority or 0,
@@ -358,7 +355,7 @@ def _told(prompts: list[list[int]], echoed: Sequence[str] = ()) -> Reading:
     """What is only told, and goes to no engine."""
     return Reading(
         prompts=prompts,
-        sampling={},
+        params=_NOTHING_SAMPLED,
         stream=False,
         include_usage=False,
         priority=0,

@@ -20,7 +20,7 @@ import msgspec
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.model.config import ModelConfig
 from paceline.core.progress import watched
-from paceline.server.border.messages import Failed, Loading, Said, Stuck
+from paceline.server.border.messages import EngineRefusal, LoadProgress, LogLine, Stuck
 from paceline.server.border.outbox import Outbox
 from paceline.server.border.process import Setup
 
@@ -37,7 +37,7 @@ class SaidHandler(logging.Handler):
         self._outbox = outbox
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._outbox.put(Said(level=record.levelno, text=self.format(record)))
+        self._outbox.put(LogLine(level=record.levelno, text=self.format(record)))
         self._outbox.send()
 
 
@@ -113,7 +113,7 @@ def progress_to(outbox: Outbox) -> Callable[[str, int, int], None]:
         now = time.monotonic()
         if phase != said[0] or done == total or now - said[1] > _PROGRESS_S:
             said = phase, now
-            outbox.put(Loading(phase=phase, done=done, total=total))
+            outbox.put(LoadProgress(phase=phase, done=done, total=total))
             outbox.send()
 
     return say
@@ -152,7 +152,7 @@ def run(setup: Setup, end: socket.socket, outbox: Outbox) -> int:
             with settled():
                 return 0 if host.run() else 1
     except PacelineError as error:
-        outbox.put(Failed.of(error))
+        outbox.put(EngineRefusal.of(error))
         outbox.send_all()
         return 2
 

@@ -36,18 +36,18 @@ from paceline.server.border.messages import (
     STEP_SECONDS,
     STOPPING,
     Abort,
-    Accepted,
-    Ask,
+    BorderMessage,
     Broken,
     Cancel,
     Command,
-    Failed,
+    EngineRefusal,
     Frames,
     Grown,
     Leave,
+    Look,
     Looked,
-    Message,
     Pages,
+    Queued,
     Ready,
     Steps,
     Submit,
@@ -131,7 +131,7 @@ class Host:
                 for command in self._commands.feed(data):
                     self._obey(command)
 
-    def _obey(self, command: Message) -> None:
+    def _obey(self, command: BorderMessage) -> None:
         match command:
             case Submit():
                 self._take(command)
@@ -142,7 +142,7 @@ class Host:
                 self.followed.cancel(command.number)
                 for key in [key for key in self._grown if key[0] == command.number]:
                     del self._grown[key]
-            case Ask():
+            case Look():
                 self._outbox.put(looked(self.llm, self._times, forming=self._num_forming))
             case Abort():
                 self._abort()
@@ -155,7 +155,7 @@ class Host:
         try:
             self._live_forms.add(asked)
         except PacelineError as error:
-            self._outbox.put(Failed.of(error, asked.number))
+            self._outbox.put(EngineRefusal.of(error, asked.number))
             return
         if self._must_wait(asked):
             self._form(asked)
@@ -166,7 +166,7 @@ class Host:
         self._note(self.followed.abort())
         for number, (_, forming) in self._formed.items():
             forming.cancel()
-            self._outbox.put(Failed.of(BusyError(STOPPING), number))
+            self._outbox.put(EngineRefusal.of(BusyError(STOPPING), number))
         self._formed.clear()
 
     def _must_wait(self, asked: Submit) -> bool:
@@ -214,10 +214,10 @@ class Host:
         try:
             prompts = admitted()
         except PacelineError as error:
-            self._outbox.put(Failed.of(error, asked.number))
+            self._outbox.put(EngineRefusal.of(error, asked.number))
         except BaseException as error:  # noqa: BLE001  a panic of pyo3 is no Exception
             _LOG.error("a request could not be admitted", exc_info=error)
-            self._outbox.put(Failed.of(_not_admitted(error), asked.number))
+            self._outbox.put(EngineRefusal.of(_not_admitted(error), asked.number))
         else:
             self._submit(asked, prompts)
 
@@ -225,9 +225,9 @@ class Host:
         try:
             self.followed.submit(asked.number, admitted, stream=asked.stream)
         except PacelineError as error:
-            self._outbox.put(Failed.of(error, asked.number))
+            self._outbox.put(EngineRefusal.of(error, asked.number))
         else:
-            self._outbox.put(Accepted(number=asked.number))
+            self._outbox.put(Queued(number=asked.number))
 
     def _turn(self) -> None:
         step = self.llm.engine.in_flight

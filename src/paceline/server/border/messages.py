@@ -25,15 +25,15 @@ _HEAD = struct.Struct("<Q")  # bytes of the messages
 _Row = tuple[int, float, tuple[int, ...], tuple[float, ...]]  # TokenLogprobs, in its order
 
 
-class Message(Struct, frozen=True, array_like=True, kw_only=True):
+class BorderMessage(Struct, frozen=True, array_like=True, kw_only=True):
     """One thing that is said."""
 
 
 # From HTTP to the engine.
 
 
-class Submit(Message, frozen=True, tag=0):
-    """Queue prompts, all or none; the answer is Accepted or Failed."""
+class Submit(BorderMessage, frozen=True, tag=0):
+    """Queue prompts, all or none; the answer is Queued or EngineRefusal."""
 
     number: int  # of the ticket
     prompts: tuple[tuple[int, ...], ...]  # token ids of each
@@ -44,31 +44,31 @@ class Submit(Message, frozen=True, tag=0):
     second_from: tuple[int, ...] = ()  # of pairs: where the second text of each begins
 
 
-class Cancel(Message, frozen=True, tag=1):
+class Cancel(BorderMessage, frozen=True, tag=1):
     """Nobody waits for a ticket any more."""
 
     number: int
 
 
-class Abort(Message, frozen=True, tag=2):
+class Abort(BorderMessage, frozen=True, tag=2):
     """End every request; each has its last news."""
 
 
-class Ask(Message, frozen=True, tag=3):
+class Look(BorderMessage, frozen=True, tag=3):
     """Say what the engine does: Looked."""
 
 
-class Leave(Message, frozen=True, tag=4):
+class Leave(BorderMessage, frozen=True, tag=4):
     """Abort, and end."""
 
 
-Command = Submit | Cancel | Abort | Ask | Leave
+Command = Submit | Cancel | Abort | Look | Leave
 
 
 # From the engine to HTTP.
 
 
-class Loading(Message, frozen=True, tag=10):
+class LoadProgress(BorderMessage, frozen=True, tag=10):
     """How far the model is loaded."""
 
     phase: str
@@ -87,7 +87,7 @@ class Vectors(Struct, frozen=True, kw_only=True):
 NO_VECTORS = Vectors(width=0, normalizes=True)
 
 
-class Ready(Message, frozen=True, tag=11):
+class Ready(BorderMessage, frozen=True, tag=11):
     """The engine serves; what of it HTTP must know."""
 
     context_len: int  # tokens of a prompt and its answer
@@ -99,7 +99,7 @@ class Ready(Message, frozen=True, tag=11):
     vectors: Vectors = NO_VECTORS
 
 
-class Failed(Message, frozen=True, tag=12):
+class EngineRefusal(BorderMessage, frozen=True, tag=12):
     """An error that was raised on purpose, by its class: of a ticket, or of the engine's start."""
 
     number: int | None  # of the ticket; None: the engine
@@ -107,7 +107,7 @@ class Failed(Message, frozen=True, tag=12):
     text: str
 
     @classmethod
-    def of(cls, error: PacelineError, number: int | None = None) -> "Failed":
+    def of(cls, error: PacelineError, number: int | None = None) -> "EngineRefusal":
         return cls(number=number, kind=type(error).__name__, text=str(error))
 
     def error(self) -> PacelineError:
@@ -119,13 +119,13 @@ class Failed(Message, frozen=True, tag=12):
         return found
 
 
-class Accepted(Message, frozen=True, tag=13):
+class Queued(BorderMessage, frozen=True, tag=13):
     """Every prompt of a ticket is queued."""
 
     number: int
 
 
-class Piece(Message, frozen=True, tag=14):
+class CompletionGrowth(BorderMessage, frozen=True, tag=14):
     """What came to one completion; CompletionOutput has the words."""
 
     index: int
@@ -141,14 +141,14 @@ class Piece(Message, frozen=True, tag=14):
     trace: Trace | None = None
 
 
-class Grown(Message, frozen=True, tag=15):
+class Grown(BorderMessage, frozen=True, tag=15):
     """What came to one prompt of a ticket since the last; RequestOutput has the words, and what of
     it the asker knows is not said again."""
 
     number: int  # of the ticket
     index: int  # of the prompt in it
     name: str  # of the request
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CompletionGrowth, ...]
     finished: bool
     metrics: RequestMetrics | None
     prompt_logprobs: tuple[_Row | None, ...] | None
@@ -189,7 +189,7 @@ class Grown(Message, frozen=True, tag=15):
         )
 
 
-class Steps(Message, frozen=True, tag=16):
+class Steps(BorderMessage, frozen=True, tag=16):
     """Steps of one kind since the start, and how long they took."""
 
     counts: tuple[int, ...]  # [len(STEP_SECONDS) + 1] by the first bound that holds it, or none
@@ -204,7 +204,7 @@ class Pages(Struct, frozen=True, array_like=True, kw_only=True):
     free: int
 
 
-class Looked(Message, frozen=True, tag=17):
+class Looked(BorderMessage, frozen=True, tag=17):
     """The engine between two turns."""
 
     running: int  # completions
@@ -216,34 +216,34 @@ class Looked(Message, frozen=True, tag=17):
     steps: dict[str, Steps]  # by kind
 
 
-class Said(Message, frozen=True, tag=18):
+class LogLine(BorderMessage, frozen=True, tag=18):
     """A line of the engine's log."""
 
     level: int
     text: str
 
 
-class Stuck(Message, frozen=True, tag=19):
+class Stuck(BorderMessage, frozen=True, tag=19):
     """A turn that does not end, or None: it has ended."""
 
     phase: str | None
 
 
-class Broken(Message, frozen=True, tag=20):
+class Broken(BorderMessage, frozen=True, tag=20):
     """The engine ends by what a turn raised."""
 
     cause: str
 
 
-News = Loading | Ready | Failed | Accepted | Grown | Looked | Said | Stuck | Broken
+News = LoadProgress | Ready | EngineRefusal | Queued | Grown | Looked | LogLine | Stuck | Broken
 STOPPING = message(
     "the server", expected="running", got="stopping", remedy="send it to another, or again later"
 )
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=BorderMessage)
 
 
-def framed(messages: Sequence[Message]) -> bytes:
+def framed(messages: Sequence[BorderMessage]) -> bytes:
     """One frame.  Raises OverflowError for an integer beyond 64 bits."""
     body = msgspec.msgpack.encode(messages)
     return _HEAD.pack(len(body)) + body
@@ -257,7 +257,7 @@ class Frames:
         self._decoder = msgspec.msgpack.Decoder(list[kind])  # type: ignore[valid-type]
         self._read = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: bytes) -> Iterator[BorderMessage]:
         """The messages of every frame that is whole now."""
         read = self._read
         read += data
@@ -272,9 +272,9 @@ class Frames:
         del read[:begin]
 
 
-def _piece(output: CompletionOutput) -> Piece:
+def _piece(output: CompletionOutput) -> CompletionGrowth:
     rows = output.logprobs
-    return Piece(
+    return CompletionGrowth(
         index=output.index,
         text=output.text,
         token_ids=output.token_ids,
@@ -289,7 +289,7 @@ def _piece(output: CompletionOutput) -> Piece:
     )
 
 
-def _output(piece: Piece) -> CompletionOutput:
+def _output(piece: CompletionGrowth) -> CompletionOutput:
     rows = piece.logprobs
     return CompletionOutput(
         index=piece.index,

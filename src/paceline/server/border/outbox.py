@@ -5,7 +5,7 @@ import socket
 from contextlib import suppress
 from threading import Lock
 
-from paceline.server.border.messages import Message, framed
+from paceline.server.border.messages import BorderMessage, framed
 
 
 class Outbox:
@@ -16,7 +16,7 @@ class Outbox:
         end.setblocking(False)
         self._end = end
         self._lock = Lock()  # of these two
-        self._waiting: list[Message] = []
+        self._waiting: list[BorderMessage] = []
         self._unsent = memoryview(b"")
 
     @property
@@ -24,7 +24,7 @@ class Outbox:
         """Whether all was taken that was sent."""
         return not self._unsent
 
-    def put(self, message: Message) -> None:
+    def put(self, message: BorderMessage) -> None:
         """For the next `send`."""
         with self._lock:
             self._waiting.append(message)

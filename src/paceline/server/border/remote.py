@@ -5,7 +5,8 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.core.errors import PacelineError, RequestError, message
 from paceline.core.modes import End
@@ -16,20 +17,20 @@ from paceline.engine.request import Share
 from paceline.llm.callers import Callers
 from paceline.server.border.messages import (
     Abort,
-    Accepted,
-    Ask,
+    BorderMessage,
     Broken,
     Cancel,
-    Failed,
+    EngineRefusal,
     Frames,
     Grown,
     Leave,
-    Loading,
+    LoadProgress,
+    LogLine,
+    Look,
     Looked,
-    Message,
     News,
+    Queued,
     Ready,
-    Said,
     Stuck,
     Submit,
     framed,
@@ -53,6 +54,15 @@ class Peer(Protocol):
 
     def wait(self) -> str:
         """How it has ended, in words; waits for that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadState:
+    """How far an engine is loaded."""
+
+    phase: str
+    percent: float | None  # of the phase; None: nobody knows
+    eta_s: float | None  # until the phase ends; None: nobody knows
 
 
 class RemoteEngine(asyncio.Protocol):
@@ -86,7 +96,7 @@ class RemoteEngine(asyncio.Protocol):
         self._fault: str | None = None
         self._is_stopped = False
         self._phase_began = self._told_at = self._loop.time()
-        self._loading = Loading(phase="starting", done=0, total=0)
+        self._loading = LoadProgress(phase="starting", done=0, total=0)
 
     @property
     def callers(self) -> Callers:
@@ -122,15 +132,15 @@ class RemoteEngine(asyncio.Protocol):
             remedy="restart the server, or raise --load-stuck-seconds",
         )
 
-    def progress(self) -> dict[str, Any]:
-        """How far it is loaded: {phase, percent, eta_s}, the phase's; None where nobody knows."""
+    def progress(self) -> LoadState:
+        """How far it is loaded."""
         loading, in_phase_s = self._loading, self._loop.time() - self._phase_began
         share = loading.done / loading.total if loading.total else None
-        return {
-            "phase": loading.phase,
-            "percent": None if share is None else 100.0 * share,
-            "eta_s": in_phase_s * (1.0 / share - 1.0) if share else None,
-        }
+        return LoadState(
+            phase=loading.phase,
+            percent=None if share is None else 100.0 * share,
+            eta_s=in_phase_s * (1.0 / share - 1.0) if share else None,
+        )
 
     async def connect(self) -> None:
         """Take our end of the border."""
@@ -241,13 +251,13 @@ class RemoteEngine(asyncio.Protocol):
     def _ask(self) -> asyncio.Future[Looked]:
         answer: asyncio.Future[Looked] = self._loop.create_future()
         self._asked.append((self._loop.time(), answer))
-        self._say(Ask())
+        self._say(Look())
         return answer
 
     def _cancel(self, number: int) -> None:
         self._say(Cancel(number=number))
 
-    def _say(self, command: Message) -> None:
+    def _say(self, command: BorderMessage) -> None:
         if self._line is not None and not self._line.is_closing():
             self._line.write(framed([command]))
 
@@ -264,31 +274,31 @@ class RemoteEngine(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._loop.create_task(self._on_end())
 
-    def _hear(self, news: Message) -> None:
+    def _hear(self, news: BorderMessage) -> None:
         match news:
             case Grown():
                 self._callers.deliver(news.number, news.index, news)
-            case Accepted():
+            case Queued():
                 self._callers.accept(news.number)
-            case Failed(number=int(number)):
+            case EngineRefusal(number=int(number)):
                 self._callers.refuse(number, news.error())
-            case Failed():
+            case EngineRefusal():
                 self._ready.set_exception(news.error())
             case Looked():
                 _, answer = self._asked.popleft()
                 if not answer.done():  # nobody waits that long
                     answer.set_result(news)
-            case Said():
+            case LogLine():
                 _LOG.log(news.level, "%s", news.text)
             case Stuck():
                 self._stuck_in = news.phase
-            case Loading():
+            case LoadProgress():
                 self._told_at = self._loop.time()
                 if news.phase != self._loading.phase:
                     self._phase_began = self._loop.time()
                 self._loading = news
             case Ready():
-                self._loading = Loading(phase="reading the tokenizer", done=0, total=0)
+                self._loading = LoadProgress(phase="reading the tokenizer", done=0, total=0)
                 self._ready.set_result(news)
             case Broken():
                 self._fail(f"ended by {news.cause}")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta
+from msgspec.structs import replace
 
 from paceline.server.bodies.places import Place, written
 from paceline.server.bodies.refusals import Refusal, Unserved, Wire
@@ -66,14 +67,14 @@ class ToolResult(Wire, frozen=True, kw_only=True, tag_field="type", tag="tool_re
         _check_texts(self.content, (*place, "content"))
 
 
-Block = Text | Thinking | ToolUse | ToolResult
+ContentBlock = Text | Thinking | ToolUse | ToolResult
 
 
-class Turn(Wire, frozen=True, kw_only=True):
+class InputMessage(Wire, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Meta(max_length=MAX_MESSAGES)]
+    content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_MESSAGES)]
 
     def check(self, place: Place) -> None:
         for index, block in enumerate(() if isinstance(self.content, str) else self.content):
@@ -111,7 +112,7 @@ class Turn(Wire, frozen=True, kw_only=True):
             )
 
 
-class OwnTool(Wire, frozen=True, kw_only=True):
+class CustomTool(Wire, frozen=True, kw_only=True):
     """What the model may call; input_schema: a JSON schema of an object."""
 
     name: FunctionName
@@ -121,7 +122,7 @@ class OwnTool(Wire, frozen=True, kw_only=True):
     cache_control: _Cached = UNSET
 
 
-class Choice(Wire, frozen=True, kw_only=True):
+class ToolUseChoice(Wire, frozen=True, kw_only=True):
     """Which tools are to be called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -129,7 +130,7 @@ class Choice(Wire, frozen=True, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Reasoning(Wire, frozen=True, kw_only=True):
+class ThinkingConfig(Wire, frozen=True, kw_only=True):
     """Whether the model reasons; how long, its template does not say."""
 
     type: Literal["disabled"]
@@ -148,11 +149,11 @@ class CountRequest(Wire, frozen=True, kw_only=True):
     }
 
     model: str
-    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Annotated[list[Text], Meta(max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[OwnTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
-    thinking: Reasoning | None = None
+    tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolUseChoice | None = None
+    thinking: ThinkingConfig | None = None
 
     def check(self, place: Place) -> None:
         Wire.check(self, place)
@@ -169,29 +170,33 @@ class CountRequest(Wire, frozen=True, kw_only=True):
                 param="tool_choice.name",
             )
 
-    def chat(self) -> dict[str, Any]:
-        """Fields of a ChatRequest."""
+    def _chat(self) -> ChatRequest:
+        """Not yet checked."""
         system = (
             [] if self.system is None else [Message(role="system", content=text_of(self.system))]
         )
-        choice = self.tool_choice or Choice(type="auto")
-        kinds = {"auto": "auto", "any": "required", "none": "none"}
+        choice = self.tool_choice or ToolUseChoice(type="auto")
+        kinds: Mapping[str, Literal["auto", "required", "none"]] = {
+            "auto": "auto",
+            "any": "required",
+            "none": "none",
+        }
         named = ToolChoice(type="function", function=Named(name=choice.name or ""))
         # What an assistant's last turn says goes on.
         goes_on = self.messages[-1].role == "assistant"
-        return {
-            "model": self.model,
-            "messages": [*system, *(said for turn in self.messages for said in turn.messages())],
-            "tools": [_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": named if choice.type == "tool" else kinds[choice.type],
-            "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
-            "reasoning_effort": None if self.thinking is None else "none",
-            "continue_final_message": True if goes_on else None,
-        }
+        return ChatRequest(
+            model=self.model,
+            messages=[*system, *(said for turn in self.messages for said in turn.messages())],
+            tools=[_tool(tool) for tool in self.tools or ()] or None,
+            tool_choice=named if choice.type == "tool" else kinds[choice.type],
+            parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
+            reasoning_effort=None if self.thinking is None else "none",
+            continue_final_message=True if goes_on else None,
+        )
 
     def as_chat(self) -> ChatRequest:
         """Raises ApiError for what no chat takes."""
-        return _checked(ChatRequest(**self.chat()))
+        return _checked(self._chat())
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -212,11 +217,14 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     mcp_servers: Annotated[Unserved, Refusal(([],), "nothing is run here")] = UNSET
 
     def as_chat(self) -> ChatRequest:
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         return _checked(
-            ChatRequest(
-                **self.chat(),
-                **{name: getattr(self, name) for name in names},
+            replace(
+                self._chat(),
+                max_tokens=self.max_tokens,
+                stream=self.stream,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
                 stop=self.stop_sequences,
                 stream_options=StreamOptions(include_usage=True) if self.stream else None,
             )
@@ -228,7 +236,7 @@ def _checked(chat: ChatRequest) -> ChatRequest:
     return chat
 
 
-def _tool(tool: OwnTool) -> Tool:
+def _tool(tool: CustomTool) -> Tool:
     function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
     return Tool(type="function", function=function)
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
-from paceline.server.answer import Document, Writer, encoded
+from paceline.server.answer import Document, Envelope, TokenCounts, Writer, encoded
 from paceline.server.errors import MESSAGES_PATH, ApiError
 from paceline.server.stream import event
 from paceline.server.tools.feed import Kind
 from paceline.server.tools.forms import Form
-from paceline.server.tools.speech import Said, Speech, message_of
+from paceline.server.tools.speech import Said, Speech, spoken
 
 _EMPTY: dict[Kind, Document] = {
     Kind.CONTENT: {"type": "text", "text": ""},
@@ -85,40 +85,41 @@ class MessagesWriter(Writer):
         return events
 
     def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
-        message = message_of(self._speech.push(completion.text, is_end=True))
+        message = spoken(self._speech.push(completion.text, is_end=True))
         content = []
-        if "reasoning_content" in message:
-            thought = message["reasoning_content"]
-            content.append({"type": "thinking", "thinking": thought, "signature": ""})
-        if message["content"]:
-            content.append({"type": "text", "text": message["content"]})
-        for call in message.get("tool_calls", ()):
-            function = call["function"]
-            arguments = json.loads(function["arguments"])
-            content.append(_tool_use(call["id"], function["name"], arguments))
+        if message.reasoning:
+            content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        if message.content:
+            content.append({"type": "text", "text": message.content})
+        for call in message.calls:
+            content.append(_tool_use(call.id, call.name, json.loads(call.arguments)))
         return {"content": content, **_stop(completion, self._speech)}
 
-    def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
-        return _message(envelope) | choices[0] | {"usage": _usage(usage)}
+    def document(
+        self, envelope: Envelope, choices: list[Document], counts: TokenCounts
+    ) -> Document:
+        return _message(envelope) | choices[0] | {"usage": _usage(counts)}
 
-    def chunk(self, envelope: Document, choice: Document, usage: Document) -> bytes:
+    def chunk(self, envelope: Envelope, choice: Document, usage: Document) -> bytes:
         if choice["type"] == "message_start":
             told = {"input_tokens": self._num_prompt, "output_tokens": 0}
             message = _message(envelope) | {"content": [], **self._stop, "usage": told}
             choice = choice | {"message": message}
         return event(encoded(choice), choice["type"])
 
-    def ending(self, envelope: Document, usage: Document | None) -> list[bytes]:
-        assert usage is not None, "asked for by every stream"
-        delta: Document = {"type": "message_delta", "delta": self._stop, "usage": _usage(usage)}
+    def ending(
+        self, envelope: Envelope, counts: TokenCounts | None, receipt: Document
+    ) -> list[bytes]:
+        assert counts is not None, "asked for by every stream"
+        delta: Document = {"type": "message_delta", "delta": self._stop, "usage": _usage(counts)}
         return [event(encoded(each), each["type"]) for each in (delta, {"type": "message_stop"})]
 
     def fault(self, error: ApiError) -> bytes:
         return event(encoded(error.document(MESSAGES_PATH)), "error")
 
 
-def _message(envelope: Document) -> Document:
-    about = {name: envelope[name] for name in ("id", "model")}
+def _message(envelope: Envelope) -> Document:
+    about = {"id": envelope.response_id, "model": envelope.model}
     return about | {"type": "message", "role": "assistant"}
 
 
@@ -126,12 +127,11 @@ def _tool_use(call_id: str, name: str, arguments: Document) -> Document:
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
 
 
-def _usage(usage: Document) -> Document:
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+def _usage(counts: TokenCounts) -> Document:
     return {
-        "input_tokens": usage["prompt_tokens"] - cached,
-        "cache_read_input_tokens": cached,
-        "output_tokens": usage["completion_tokens"],
+        "input_tokens": counts.prompt - counts.cached,
+        "cache_read_input_tokens": counts.cached,
+        "output_tokens": counts.completion,
     }
 
 

@@ -59,7 +59,7 @@ class ResponseFormat(Wire, frozen=True, kw_only=True):
             return None
         if self.json_schema is None:
             return {StructureKind.JSON_OBJECT: True}
-        return {StructureKind.JSON: json_text(self.json_schema.schema)}
+        return {StructureKind.JSON: schema_text(self.json_schema.schema)}
 
 
 class StructuredFields(Wire, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ class StructuredFields(Wire, frozen=True, kw_only=True):
     @property
     def form(self) -> Form:
         """What was sent, however many that is."""
-        asked: Form = {} if not is_sent(self.json) else {StructureKind.JSON: json_text(self.json)}
+        asked: Form = {} if not is_sent(self.json) else {StructureKind.JSON: schema_text(self.json)}
         for name in ("json_object", "regex", "choice", "grammar"):
             if getattr(self, name) is not None:
                 asked[name] = getattr(self, name)
@@ -99,7 +99,7 @@ class StructuredRequest(Wire, frozen=True, kw_only=True):
         if self.structured_outputs is not None:
             return self.structured_outputs.form
         if is_sent(self.guided_json):
-            return {StructureKind.JSON: json_text(self.guided_json)}
+            return {StructureKind.JSON: schema_text(self.guided_json)}
         asked: Form = {
             StructureKind.REGEX: self.guided_regex,
             StructureKind.CHOICE: self.guided_choice,
@@ -108,7 +108,7 @@ class StructuredRequest(Wire, frozen=True, kw_only=True):
         return {kind: said for kind, said in asked.items() if said is not None} or None
 
 
-def json_text(raw: Any) -> str:
+def schema_text(raw: Any) -> str:
     """A schema's text, as it came or in a JSON string."""
     sent = bytes(raw)
     return msgspec.json.decode(sent, type=str) if sent[:1] == b'"' else sent.decode()

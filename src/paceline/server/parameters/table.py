@@ -15,8 +15,8 @@ from paceline.server.bodies.refusals import refusals_of
 from paceline.server.bodies.wire import ChatRequest, CompletionRequest, StreamOptions
 from paceline.server.messages.wire import (
     CountRequest,
+    CustomTool,
     MessagesRequest,
-    OwnTool,
     Text,
     Thinking,
     ToolResult,
@@ -24,7 +24,7 @@ from paceline.server.messages.wire import (
 )
 from paceline.server.parameters.ignored import HEADER, ignored_of
 from paceline.server.parameters.rules import rules_of
-from paceline.server.responses.wire import Item, Part, Reasoning, ResponsesRequest
+from paceline.server.responses.wire import ContentPart, Item, Reasoning, ResponsesRequest
 from paceline.server.tokens.wire import DetokenizeRequest, TokenizeRequest
 from paceline.server.tools.wire import Message
 from paceline.server.vectors.wire import EmbeddingsRequest, RerankRequest, ScoreRequest
@@ -50,9 +50,9 @@ PARTS: Mapping[str, type[msgspec.Struct]] = {
     "a thinking block of /v1/messages": Thinking,
     "a tool_use block of /v1/messages": ToolUse,
     "a tool_result block of /v1/messages": ToolResult,
-    "a tool of /v1/messages": OwnTool,
+    "a tool of /v1/messages": CustomTool,
     "an item of /v1/responses": Item,
-    "a part of an item of /v1/responses": Part,
+    "a part of an item of /v1/responses": ContentPart,
     "reasoning of /v1/responses": Reasoning,
 }
 

@@ -37,7 +37,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 _MAY: dict[str, tuple[str, ...]] = {"reasoning": ("content",)}
 
 
-class Part(Wire, frozen=True, kw_only=True):
+class ContentPart(Wire, frozen=True, kw_only=True):
     """A piece of a message."""
 
     type: Literal["input_text", "output_text", "reasoning_text"]
@@ -46,7 +46,7 @@ class Part(Wire, frozen=True, kw_only=True):
     logprobs: Annotated[Unserved, Ignored(_NOT_READ)] = UNSET
 
 
-_Content = str | Annotated[list[Part], Meta(max_length=MAX_MESSAGES)]
+_Content = str | Annotated[list[ContentPart], Meta(max_length=MAX_MESSAGES)]
 
 
 class Item(Wire, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class Item(Wire, frozen=True, kw_only=True):
         return Message(role=self.role or "user", content=text_of(self.content))
 
 
-class OwnTool(Wire, frozen=True, kw_only=True):
+class FunctionTool(Wire, frozen=True, kw_only=True):
     """What the model may call."""
 
     type: Literal["function"]
@@ -99,7 +99,7 @@ class OwnTool(Wire, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class OwnChoice(Wire, frozen=True, kw_only=True):
+class FunctionChoice(Wire, frozen=True, kw_only=True):
     """The function that is to be called."""
 
     type: Literal["function"]
@@ -131,8 +131,8 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    tools: Annotated[list[OwnTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: OwnChoice | Literal["none", "auto", "required"] | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: FunctionChoice | Literal["none", "auto", "required"] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
@@ -219,12 +219,12 @@ def _is_thought(message: Message) -> bool:
 
 
 def _choice(choice: Any) -> Any:
-    if isinstance(choice, OwnChoice):
+    if isinstance(choice, FunctionChoice):
         return ToolChoice(type="function", function=Named(name=choice.name))
     return choice
 
 
-def _tool(tool: OwnTool) -> Tool:
+def _tool(tool: FunctionTool) -> Tool:
     function = Function(
         name=tool.name,
         description=tool.description,

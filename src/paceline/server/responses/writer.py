@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
-from paceline.server.answer import Document, Writer, encoded
+from paceline.server.answer import Document, Envelope, TokenCounts, Writer, encoded
 from paceline.server.errors import ApiError
 from paceline.server.stream import event
 from paceline.server.tools.feed import Kind
@@ -141,16 +141,20 @@ class ResponsesWriter(Writer):
         list(self._items.closed(is_cut=self._is_cut))
         return {}
 
-    def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
-        return self._response(envelope, usage)
+    def document(
+        self, envelope: Envelope, choices: list[Document], counts: TokenCounts
+    ) -> Document:
+        return self._response(envelope, counts)
 
-    def chunk(self, envelope: Document, choice: Document, usage: Document) -> bytes:
+    def chunk(self, envelope: Envelope, choice: Document, usage: Document) -> bytes:
         if choice["type"] in ("response.created", "response.in_progress"):
             choice = choice | {"response": self._response(envelope, None)}
         return self._event(choice)
 
-    def ending(self, envelope: Document, usage: Document | None) -> list[bytes]:
-        response = self._response(envelope, usage)
+    def ending(
+        self, envelope: Envelope, counts: TokenCounts | None, receipt: Document
+    ) -> list[bytes]:
+        response = self._response(envelope, counts)
         return [self._event({"type": f"response.{response['status']}", "response": response})]
 
     def fault(self, error: ApiError) -> bytes:
@@ -161,19 +165,19 @@ class ResponsesWriter(Writer):
         number, self._num_events = self._num_events, self._num_events + 1
         return event(encoded(document | {"sequence_number": number}), document["type"])
 
-    def _response(self, envelope: Document, usage: Document | None) -> Document:
-        """usage: None while it goes on."""
-        status = "in_progress" if usage is None else "incomplete" if self._is_cut else "completed"
+    def _response(self, envelope: Envelope, counts: TokenCounts | None) -> Document:
+        """counts: None while it goes on."""
+        status = "in_progress" if counts is None else "incomplete" if self._is_cut else "completed"
         return self._asked | {
-            "id": envelope["id"],
+            "id": envelope.response_id,
             "object": "response",
-            "created_at": envelope["created"],
-            "model": envelope["model"],
+            "created_at": envelope.created,
+            "model": envelope.model,
             "status": status,
             "error": None,
             "incomplete_details": _CUT if self._is_cut else None,
-            "output": [] if usage is None else self._items.items,
-            "usage": None if usage is None else _usage(usage, self._num_reasoning()),
+            "output": [] if counts is None else self._items.items,
+            "usage": None if counts is None else _usage(counts, self._num_reasoning()),
         }
 
     @property
@@ -198,11 +202,11 @@ def _mended(said: Sequence[Said]) -> list[Said]:
     return found
 
 
-def _usage(usage: Document, num_reasoning: int) -> Document:
+def _usage(counts: TokenCounts, num_reasoning: int) -> Document:
     return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"],
-        "output_tokens": usage["completion_tokens"],
+        "input_tokens": counts.prompt,
+        "input_tokens_details": {"cached_tokens": counts.cached},
+        "output_tokens": counts.completion,
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
-        "total_tokens": usage["total_tokens"],
+        "total_tokens": counts.total,
     }

@@ -8,13 +8,14 @@ with.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.answers.outputs import RequestOutput
 
 CLIENT_LEFT = "client_left"
@@ -26,7 +27,8 @@ _LOGGED = ("prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "finish"
 class Entry:
     """What a request has asked for and been answered so far."""
 
-    asked: Mapping[str, Any] | None = None  # sampling parameters; None: nothing for the engine
+    params: SamplingParams | None = None  # None: nothing for the engine
+    given: tuple[str, ...] = ()  # names of `params` that the client gave a value
     is_stream: bool = False
     response_id: str = ""
     fault: str | None = None  # what ended an answer after its request was read

@@ -5,7 +5,7 @@ the span's parent, and the answer says the span's own.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -17,6 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import ConfigError
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.plan.machine import versions
 from paceline.server.telemetry.access_log import CLIENT_LEFT, Entry
 
@@ -111,12 +112,12 @@ class Spans:
         told |= {"paceline.request.id": scope["request_id"]}
         if status is not None:
             told["http.response.status_code"] = status
-        if entry.asked is not None:
+        if entry.params is not None:
             operation = _OPERATIONS.get(path, "chat")
             span.update_name(f"{operation} {self._model}")
             told |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "paceline"}
             told |= {"gen_ai.request.model": self._model, "gen_ai.response.model": self._model}
-            told |= _asked(entry.asked) | _answered(entry)
+            told |= _asked(entry.params, entry.given) | _answered(entry)
         span.set_attributes(told)
         fault = entry.fault or (None if status is None or status < 400 else str(status))
         if status is None:
@@ -127,13 +128,12 @@ class Spans:
             span.set_status(Status(StatusCode.ERROR))
 
 
-def _asked(sampling: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(params: SamplingParams, given: Sequence[str]) -> dict[str, Any]:
     """What the request said, not what is usual."""
-    given = {name: value for name, value in sampling.items() if value is not None}
-    told = {_ASKED[name]: value for name, value in given.items() if name in _ASKED}
-    stop = sampling.get("stop")
-    if stop:
-        told["gen_ai.request.stop_sequences"] = [stop] if isinstance(stop, str) else list(stop)
+    found = {_ASKED[name]: getattr(params, name) for name in given if name in _ASKED}
+    told = {name: value for name, value in found.items() if value is not None}
+    if "stop" in given and params.stop:
+        told["gen_ai.request.stop_sequences"] = list(params.stop)
     return told
 
 

@@ -116,6 +116,6 @@ class Parser:
         return pieces
 
 
-def plain(feed: Feed, types: Types) -> Reads:
+def content_only(feed: Feed, types: Types) -> Reads:
     """All of it is content."""
     yield from feed.until(Kind.CONTENT)

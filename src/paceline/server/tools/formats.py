@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from paceline.core.errors import ConfigError
 from paceline.server.tools.deepseek import DEEPSEEK
-from paceline.server.tools.feed import Feed, Parser, Reads, Types, plain
+from paceline.server.tools.feed import Feed, Parser, Reads, Types, content_only
 from paceline.server.tools.forms import Form, ToolFormat
 from paceline.server.tools.glm import GLM
 from paceline.server.tools.harmony import HARMONY, read_harmony
@@ -114,7 +114,7 @@ def parser_of(form: Form) -> Parser:
     """Of one answer."""
     if form.reasoning == HARMONY.name:
         return Parser(lambda feed: read_harmony(feed, has_tools=form.tools is not None))
-    read: Callable[[Feed, Types], Reads] = plain
+    read: Callable[[Feed, Types], Reads] = content_only
     if form.tools is not None:
         read = TOOL_FORMATS[form.tools].read
 

@@ -1,6 +1,7 @@
 """Speech: an answer as a message, in pieces or whole."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.server.tools.feed import Kind, Piece
@@ -47,25 +48,55 @@ class Speech:
             yield Said(kind, text, self._num_begun - 1, call_id)
 
 
-def message_of(said: Iterable[Said]) -> dict[str, Any]:
-    """The whole message: {content, reasoning_content?, tool_calls?}; what began as a call and is
-    none is content."""
-    texts: dict[Kind, str] = {Kind.CONTENT: "", Kind.REASONING: ""}
-    calls: list[dict[str, Any]] = []
+@dataclass(slots=True)
+class SpokenCall:
+    """A call of a whole message."""
+
+    id: str
+    name: str
+    arguments: str  # JSON, as far as it was read
+
+
+@dataclass(slots=True)
+class Spoken:
+    """A whole message."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[SpokenCall] = field(default_factory=list)
+
+
+def spoken(said: Iterable[Said]) -> Spoken:
+    """What began as a call and is none is content."""
+    message = Spoken()
     for kind, text, _, call_id in said:
         if kind is Kind.BROKEN:
-            calls.pop()
-            texts[Kind.CONTENT] += text
+            message.calls.pop()
+        if kind in (Kind.CONTENT, Kind.BROKEN):
+            message.content += text
+        elif kind is Kind.REASONING:
+            message.reasoning += text
         elif kind is Kind.NAME:
-            function = {"name": text, "arguments": ""}
-            calls.append({"id": call_id, "type": "function", "function": function})
+            message.calls.append(SpokenCall(call_id, text, ""))
         elif kind is Kind.ARGUMENTS:
-            calls[-1]["function"]["arguments"] += text
-        elif kind is not Kind.CALLED:
-            texts[kind] += text
-    message: dict[str, Any] = {"content": texts[Kind.CONTENT] or (None if calls else "")}
-    if texts[Kind.REASONING]:
-        message["reasoning_content"] = texts[Kind.REASONING]
+            message.calls[-1].arguments += text
+    return message
+
+
+def message_of(said: Iterable[Said]) -> dict[str, Any]:
+    """As a chat has it: {content, reasoning_content?, tool_calls?}."""
+    found = spoken(said)
+    message: dict[str, Any] = {"content": found.content or (None if found.calls else "")}
+    if found.reasoning:
+        message["reasoning_content"] = found.reasoning
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in found.calls
+    ]
     return message | ({"tool_calls": calls} if calls else {})
 
 

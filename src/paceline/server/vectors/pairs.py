@@ -7,7 +7,7 @@ from fastapi import FastAPI, Request, Response
 from paceline.core.model.config import IDENTITY
 from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
 from paceline.llm.ends.labels import scores_of
-from paceline.server.answer import Document, Job, WholeWriter
+from paceline.server.answer import Document, Envelope, Job, TokenCounts, WholeWriter
 from paceline.server.asking import answered
 from paceline.server.bodies.body import body_schema
 from paceline.server.bodies.reader import RERANK, SCORE, Reading
@@ -97,9 +97,11 @@ class RerankWriter(_PairsWriter):
         told = {"index": index, "relevance_score": self.scored(growth)}
         return told | ({"document": {"text": self._documents[index]}} if self._documents else {})
 
-    def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
+    def document(
+        self, envelope: Envelope, choices: list[Document], counts: TokenCounts
+    ) -> Document:
         ranked = sorted(choices, key=lambda choice: -choice["relevance_score"])
-        return self.around(envelope, usage) | {"results": ranked[: self._top_n]}
+        return self.around(envelope, counts) | {"results": ranked[: self._top_n]}
 
 
 class ScoreWriter(_PairsWriter):
@@ -110,5 +112,7 @@ class ScoreWriter(_PairsWriter):
     def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
         return {"index": index, "object": "score", "score": self.scored(growth)}
 
-    def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
-        return self.around(envelope, usage) | {"data": choices}
+    def document(
+        self, envelope: Envelope, choices: list[Document], counts: TokenCounts
+    ) -> Document:
+        return self.around(envelope, counts) | {"data": choices}

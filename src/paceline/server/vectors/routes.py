@@ -6,7 +6,7 @@ from fastapi import FastAPI, Request, Response
 
 from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
 from paceline.llm.ends.vectors import VectorParams
-from paceline.server.answer import Document, Job, WholeWriter
+from paceline.server.answer import Document, Envelope, Job, TokenCounts, WholeWriter
 from paceline.server.asking import answered
 from paceline.server.bodies.body import body_schema
 from paceline.server.bodies.reader import EMBEDDINGS, Reading
@@ -55,5 +55,7 @@ class EmbeddingsWriter(WholeWriter):
             told = base64.b64encode(vector.astype("<f4").tobytes()).decode()
         return {"object": "embedding", "index": index, "embedding": told}
 
-    def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
-        return self.around(envelope, usage) | {"data": choices}
+    def document(
+        self, envelope: Envelope, choices: list[Document], counts: TokenCounts
+    ) -> Document:
+        return self.around(envelope, counts) | {"data": choices}
