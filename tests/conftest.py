@@ -10,7 +10,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,8 @@ from longest_first import longest_first
 from patched_once import patch_once
 
 gc.disable()  # until all tests are there: what their imports and their collection make stays
+BEGUN = pytest.StashKey[Counter[Path]]()  # of each file: its tests that have begun
+FIRST_TESTS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +81,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """And not through what stays for the rest of a file: what its first tests were given, and the
+    modules that they imported."""
+    begun = item.config.stash.setdefault(BEGUN, Counter())
+    begun[item.path] += 1
+    if begun[item.path] <= FIRST_TESTS:
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:
