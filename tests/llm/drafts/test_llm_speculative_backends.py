@@ -155,7 +155,7 @@ def test_drafts_change_no_text_where_the_host_plans(
     assert told == {"host_plan_sync"}
 
 
-@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_drafts_change_no_text_by_cascade(wide: Truth, topk: int) -> None:
     cell = {"drafter": "EAGLE3", "topk": topk, "page_size": 16}
     served = some(wide, cell, tuple(wide.jobs["top-p"]), attention_backend="cascade(torch)")
