@@ -10,7 +10,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +20,7 @@ from longest_first import longest_first
 from patched_once import patch_once
 
 gc.disable()  # until all tests are there: what their imports and their collection make stays
-BEGUN = pytest.StashKey[Counter[Path]]()  # of each file: its tests that have begun
-FIRST_TESTS = 3
+BEGUN = pytest.StashKey[set[Path]]()  # files of which a test has run
 
 
 @pytest.fixture(autouse=True)
@@ -83,13 +81,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """And not through what stays for the rest of a file: what its first tests were given, and the
-    modules that they imported."""
-    begun = item.config.stash.setdefault(BEGUN, Counter())
-    begun[item.path] += 1
-    if begun[item.path] <= FIRST_TESTS:
+    """Nor through the modules that tests have imported: where a file begins nothing of the one
+    before it is left.  At its 1st, 2nd, 4th, 8th ...: fewer and fewer modules are new."""
+    begun = item.config.stash.setdefault(BEGUN, set())
+    if item.path in begun:
+        return
+    begun.add(item.path)
+    if len(begun) & (len(begun) - 1) == 0:
+        gc.collect()
         gc.freeze()
 
 
