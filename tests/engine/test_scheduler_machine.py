@@ -58,7 +58,7 @@ LEAST |= {"scored prompts": 500, "siblings": 500, "states kept": 500, "states fo
 LEAST |= {"media": 500, "overlay steps": 500, "without rows": 2_500}
 LEAST |= {"encoders": 500, "encoder waits": 50, "steps that see ahead": 300}
 ENCODERS = [(), (5,), (), (7, 7), (1,)]  # rows at most, of each group
-SHARES = [0.1, pytest.param(1.0, marks=pytest.mark.slow)]  # of all examples
+SHARES = [0.25, pytest.param(1.0, marks=pytest.mark.slow)]  # of all examples
 
 WORLD = {
     "page_size": st.sampled_from([1, 2, 4]),
