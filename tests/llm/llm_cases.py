@@ -6,7 +6,7 @@ The tokenizer's tokens are pairs of letters: id 0 is "aa", id 1 is "ab", id 26 i
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,16 @@ class Checkpoint:
 
     folder: Path
     theirs: transformers.PreTrainedModel
+    _answers: dict[Tokens, Tokens] = field(default_factory=dict, init=False, compare=False)
 
     def generate(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> Tokens:
-        """What transformers generates greedily; end tokens are tokens like any other."""
+        """What transformers generates greedily; end tokens are tokens like any other.
+
+        What it said to a prompt without options is kept: the weights must be what they were.
+        """
+        key = tuple(prompt)
+        if not options and len(known := self._answers.get(key, ())) >= num_tokens:
+            return known[:num_tokens]
         ids = torch.tensor([list(prompt)])
         wanted: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False}
         found = self.theirs.generate(
@@ -73,7 +80,10 @@ class Checkpoint:
             max_new_tokens=num_tokens,
             **wanted | options,
         )
-        return tuple(found[0, len(prompt) :].tolist())
+        answer: Tokens = tuple(found[0, len(prompt) :].tolist())
+        if not options:
+            self._answers[key] = answer
+        return answer
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """[num_tokens, vocab]  float32"""

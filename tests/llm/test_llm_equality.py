@@ -98,9 +98,13 @@ def check_cell(truth: Truth, cell: Cell) -> None:
     assert (preemptions > 0) == (cell.get("pool") == "tight"), f"{preemptions} preemptions"
 
 
-@pytest.mark.parametrize(
-    "cell", slow_unless(lambda cell: cell["chunked_prefill_size"] != 16, pairwise(MODELS | AXES))
-)
+def is_quick(cell: Cell) -> bool:
+    """Long chunks and short ones; what is poisoned has windows too."""
+    is_poisoned = cell["stream"] == "deferred"
+    return cell["chunked_prefill_size"] != 16 and (not is_poisoned or cell["model"] == "gemma")
+
+
+@pytest.mark.parametrize("cell", slow_unless(is_quick, pairwise(MODELS | AXES)))
 def test_greedy_tokens_are_transformers(cell: Cell, request: pytest.FixtureRequest) -> None:
     options = dict(cell)
     check_cell(request.getfixturevalue(options.pop("model")), options)

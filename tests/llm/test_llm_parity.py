@@ -23,7 +23,7 @@ from llm_cases import (
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.answers.outputs import RequestOutput
 
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 BEHIND_A_HIT = 24  # the prefill differs; six pages, and the widest window leaves it behind
 PROMPT_LENS = (40, 9, 33)
 TOP = 20
@@ -68,7 +68,7 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(1024, marks=pytest.mark.slow), 7])
-def test_logprobs_of_a_prefill_and_64_greedy_tokens_equal_transformers(
+def test_logprobs_of_a_prefill_and_32_greedy_tokens_equal_transformers(
     checkpoint: Checkpoint, chunk: int
 ) -> None:
     """Together in one batch, and again behind a prefix hit.

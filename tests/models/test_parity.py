@@ -20,7 +20,7 @@ from paceline.models.loader import load_model
 from paceline.models.locate import locate
 
 PROMPT_LEN = 40
-NUM_GREEDY = 64
+NUM_GREEDY = 24
 TOLERANCE = 1e-5  # of the largest logit; the two differ in the order of float32 sums
 
 
@@ -84,7 +84,7 @@ def test_chunked_prefill_logits_equal_transformers(pair: Pair) -> None:
     assert_close(ours, pair.theirs(pair.prompt[None]).logits[0])
 
 
-def test_64_greedy_tokens_equal_transformers(pair: Pair) -> None:
+def test_24_greedy_tokens_equal_transformers(pair: Pair) -> None:
     sequence = pair.theirs.generate(
         pair.prompt[None],
         attention_mask=torch.ones(1, PROMPT_LEN, dtype=torch.int64),

@@ -73,6 +73,7 @@ def test_planning_imports_no_compiler():
         "asked = {'model': 'llama-3.1-8b', 'load_format': 'dummy'}\n"
         "explain_model(asked, gpu='h200')\n"
         "explain_model({**asked, 'max_model_len': 30000}, gpu='l4')\n"
+        "explain_model({'model': 'bundled', 'device': 'cpu'}, gpu=None)\n"  # whose own head drafts
         "print(sorted({'sympy', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

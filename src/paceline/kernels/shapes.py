@@ -204,6 +204,7 @@ _RULES: Mapping[str, Rule] = {
     "mm": lambda a, b: _meta([a.shape[0], b.shape[1]], a.dtype),
     "addmm": lambda _, a, b, **__: _meta([a.shape[0], b.shape[1]], a.dtype),
     "bmm": lambda a, b: _meta([*a.shape[:2], b.shape[2]], a.dtype),
+    "index_copy": _like,
     "index_select": lambda x, dim, rows: _meta(_replaced(x.shape, dim, rows.numel()), x.dtype),
     "gather": lambda x, _, indices, **__: _meta(indices.shape, x.dtype),
     "index": _index,

@@ -20,6 +20,7 @@ from paceline.llm.llm import LLM
 
 RAISES = {"logits_processors": ["planted:Raises"], "enforce_eager": True}
 GRAPHS = ("cuda_graph_max_bs", "cuda_graph_max_tokens")
+SLOW = ("EAGLE", "STANDALONE")  # a head and the lookup stand for them
 FEW = 6  # steps: less than any answer has
 
 
@@ -84,7 +85,7 @@ def test_the_last_few_say_the_same_over_a_cache_that_is_computed_again(
     ("case", "turns"),
     [
         ("gemma3-windows-two-ropes", 18),  # joins behind a hit in pages that a running row left
-        ("gemma3-windows-two-ropes", 31),
+        pytest.param("gemma3-windows-two-ropes", 31, marks=pytest.mark.slow),
         ("gpt-oss-sinks-alternating-windows", 17),
     ],
 )
@@ -104,7 +105,13 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     return llama_truth(tmp_path_factory.mktemp("truth"), ("greedy",))
 
 
-@pytest.mark.parametrize(("drafter", "topk"), [*zip(DRAFTERS, (1, 2, 2, 1), strict=True)])
+@pytest.mark.parametrize(
+    ("drafter", "topk"),
+    [
+        pytest.param(drafter, topk, marks=pytest.mark.slow if drafter in SLOW else ())
+        for drafter, topk in zip(DRAFTERS, (1, 2, 2, 1), strict=True)
+    ],
+)
 def test_rounds_accept_the_same(truth: Truth, tmp_path: Path, drafter: str, topk: int) -> None:
     options = truth.speculation(drafter, topk)
     with boxed(truth.checkpoint, tmp_path, kept_steps=FEW, page_size=4, **options) as llm:

@@ -26,7 +26,7 @@ from speculative_cases import (
     tight_pages,
 )
 
-from covers import Cell, all_with_a_cover, every_cell, slow_unless
+from covers import Cell, every_cell, pairwise, slow_unless
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Step
 from paceline.engine.answers.outputs import RequestOutput
@@ -96,7 +96,14 @@ def assert_all_accepted(outputs: list[RequestOutput]) -> None:
 SELF = {"model": (LLAMA, WINDOWED), "page_size": (1, 16, 64), "params": ("greedy", "noisy")}
 
 
-@pytest.mark.parametrize("cell", all_with_a_cover(SELF))
+def is_quick(cell: Cell) -> bool:
+    """Each model greedily and with noise, each size of a page."""
+    greedy = {(LLAMA, 1), (WINDOWED, 64)}
+    noisy = {(LLAMA, 64), (WINDOWED, 16)}
+    return (cell["model"], cell["page_size"]) in (greedy if cell["params"] == "greedy" else noisy)
+
+
+@pytest.mark.parametrize("cell", slow_unless(is_quick, every_cell(SELF)))
 def test_a_model_that_drafts_for_itself_is_always_right(
     targets: dict[str, Checkpoint], cell: Cell
 ) -> None:
@@ -181,7 +188,16 @@ def _changes(steps: list[Step]) -> list[str]:
     return [kind for kind, _ in itertools.groupby(kinds)]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("twins", "page_size"),
+    [
+        (LLAMA, 1),
+        (WINDOWED, 16),
+        pytest.param(LLAMA, 16, marks=pytest.mark.slow),
+        pytest.param(WINDOWED, 1, marks=pytest.mark.slow),
+    ],
+    indirect=["twins"],
+)
 def test_a_resumed_request_is_drafted_for_as_well(twins: Checkpoint, page_size: int) -> None:
     groups = 2 if twins.theirs.config.model_type == "llama" else 4
     pages = tight_pages(page_size, groups, STEPS + 1)[page_size]
@@ -231,9 +247,14 @@ def drafters(truth: Truth) -> Iterator[dict[tuple[str, int], Drafted]]:
 
 
 def each_drafter_once() -> list[Any]:
-    """Every cell of DRAFTED; quick are those of one width for each drafter, both widths in turn."""
-    quick = dict(zip(MODEL_DRAFTERS, itertools.cycle(DRAFTED["topk"])))
-    return slow_unless(lambda cell: quick[cell["drafter"]] == cell["topk"], every_cell(DRAFTED))
+    """Every cell of DRAFTED, the quick ones in turn."""
+    return slow_unless(is_in_turn, every_cell(DRAFTED))
+
+
+def is_in_turn(cell: Cell) -> bool:
+    """One width for each drafter, both widths in turn."""
+    width = dict(zip(MODEL_DRAFTERS, itertools.cycle(DRAFTED["topk"])))
+    return bool(width[cell["drafter"]] == cell["topk"])
 
 
 def of_cell(drafters: dict[tuple[str, int], Drafted], cell: Cell) -> Drafted:
@@ -279,7 +300,18 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("cell", all_with_a_cover(DRAFTED | {"way": tuple(WAYS)}))
+STEPWISE = pairwise(DRAFTED | {"way": tuple(WAYS)})
+
+
+@pytest.mark.parametrize(
+    "cell",
+    slow_unless(
+        lambda cell: (
+            cell in STEPWISE and (cell["drafter"] == "EAGLE3" or cell["way"] != "chunks-of-1")
+        ),
+        every_cell(DRAFTED | {"way": tuple(WAYS)}),
+    ),
+)
 def test_acceptance_is_the_same_whatever_the_steps(
     drafters: dict[tuple[str, int], Drafted], cell: Cell
 ) -> None:
@@ -298,7 +330,16 @@ def test_acceptance_is_the_same_alone(drafters: dict[tuple[str, int], Drafted], 
     assert found == drafted.cold(prompts)
 
 
-@pytest.mark.parametrize("cell", all_with_a_cover(DRAFTED | {"page_size": (1, 16)}))
+PAGE_SIZES = dict(zip(MODEL_DRAFTERS, (16, 1, 16), strict=True))  # of what is quick
+
+
+@pytest.mark.parametrize(
+    "cell",
+    slow_unless(
+        lambda cell: is_in_turn(cell) and cell["page_size"] == PAGE_SIZES[cell["drafter"]],
+        every_cell(DRAFTED | {"page_size": (1, 16)}),
+    ),
+)
 def test_a_prefix_hit_drafts_as_if_it_were_computed(
     drafters: dict[tuple[str, int], Drafted], cell: Cell
 ) -> None:

@@ -27,11 +27,12 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
 @pytest.mark.parametrize(
     ("drafter", "topk", "options"),
     [
-        ("EAGLE", 1, {}),
         ("EAGLE3", 4, {"enforce_eager": True}),
-        ("NGRAM", 1, {"overlap": False}),
+        ("STANDALONE", 2, {"overlap": False}),
+        pytest.param("EAGLE", 1, {}, marks=pytest.mark.slow),
+        pytest.param("NGRAM", 1, {"overlap": False}, marks=pytest.mark.slow),
         ("NGRAM", 2, {}),
-        ("STANDALONE", 2, {}),
+        pytest.param("STANDALONE", 2, {}, marks=pytest.mark.slow),
         ("EAGLE", 1, {"speculative_acceptance": "rejection"}),
     ],
 )

@@ -16,15 +16,26 @@ from speculative_cases import (
     truth_of,
 )
 
-from covers import Cell, cell_name
+from covers import Cell, slow_unless
 from paceline.plan.explain import explain_model
 
 CASE = "deepseek_v3-bias-groups"
 KIND = "greedy"
+BY_LOOKUP: Cell = {
+    "drafter": "NGRAM",
+    "topk": 1,
+    "page_size": 16,
+    "pool": "tight",
+    "chunked_prefill_size": 7,
+}
+QUICK: list[Cell] = [
+    {"drafter": "STANDALONE", "topk": 4, "page_size": 16, "pool": "tight"},
+    BY_LOOKUP,
+]
 CELLS: list[Cell] = [
+    *QUICK,
     {"drafter": "STANDALONE", "topk": 4, "page_size": 16, "pool": "tight", "stream": "deferred"},
     {"drafter": "STANDALONE", "topk": 1, "page_size": 1, "pool": "roomy", "enforce_eager": True},
-    {"drafter": "NGRAM", "topk": 1, "page_size": 16, "pool": "tight", "chunked_prefill_size": 7},
 ]
 
 
@@ -39,7 +50,7 @@ def truth(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> T
     return truth_of(checkpoint, {"STANDALONE": relative}, [KIND])
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=cell_name)
+@pytest.mark.parametrize("cell", slow_unless(QUICK.__contains__, CELLS))
 def test_drafts_change_no_text(truth: Truth, cell: Cell) -> None:
     with drafting_llm(truth, cell) as llm:
         num_draft_tokens = llm.report()["speculation"]["num_draft_tokens"]
@@ -53,8 +64,7 @@ def test_drafts_change_no_text(truth: Truth, cell: Cell) -> None:
 def test_minicpm3_is_served_like_any_model(tmp_path: Path) -> None:
     """Chunks, prefix hits, preemption and prompt lookup, with multipliers and halves that turn."""
     truth = truth_of(make_checkpoint("minicpm3-multipliers", tmp_path), {}, [KIND])
-    cell = CELLS[-1]
-    with drafting_llm(truth, cell) as llm:
+    with drafting_llm(truth, BY_LOOKUP) as llm:
         served = serve(llm, truth.jobs[KIND])
     check_served(truth, KIND, served)
     assert accepted(served) > 0

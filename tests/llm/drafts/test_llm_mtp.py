@@ -32,15 +32,19 @@ from speculative_cases import (
 )
 from transformers.cache_utils import MtpCache
 
-from covers import Cell, cell_name
+from covers import Cell, slow_unless
 from paceline.core.errors import ConfigError, WeightsError
 from paceline.llm.llm import LLM
 from paceline.plan.explain import explain_model
 
 CASE = "deepseek_v3-bias-groups"
 KINDS = ["greedy", "top-p"]
-CELLS: list[Cell] = [
+QUICK: list[Cell] = [
     {"topk": 1, "page_size": 1, "pool": "roomy", "enforce_eager": True, "params": "top-p"},
+    {"topk": 2, "page_size": 16, "pool": "tight", "chunked_prefill_size": 7, "params": "greedy"},
+]
+CELLS: list[Cell] = [
+    *QUICK,
     {"topk": 2, "page_size": 16, "pool": "tight", "stream": "deferred", "params": "greedy"},
     {"topk": 4, "page_size": 64, "pool": "roomy", "chunked_prefill_size": 7, "params": "top-p"},
     {"topk": 8, "page_size": 32, "pool": "roomy", "params": "greedy"},
@@ -60,7 +64,7 @@ def truth(checkpoint: Checkpoint) -> Truth:
     return truth_of(checkpoint, {}, KINDS)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=cell_name)
+@pytest.mark.parametrize("cell", slow_unless(QUICK.__contains__, CELLS))
 def test_drafts_change_no_text(truth: Truth, cell: Cell) -> None:
     kind = cell["params"]
     with drafting_llm(truth, cell | {"drafter": "MTP"}) as llm:
@@ -154,7 +158,9 @@ def test_who_has_no_such_layer_is_told_so(checkpoint: Checkpoint, tmp_path: Path
     assert "must be left out: MTP has layers of the model itself, got bundled" in said
 
 
-@pytest.mark.parametrize("topk", [1, 2], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "topk", [pytest.param(1, marks=pytest.mark.slow), 2], ids=["chain", "tree"]
+)
 def test_a_hybrid_model_drafts_with_its_layer_that_attends(tmp_path: Path, topk: int) -> None:
     theirs = mtp_checkpoints.save_mtp("qwen3_next-mtp", tmp_path)
     save_tokenizer(tmp_path)

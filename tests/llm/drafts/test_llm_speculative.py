@@ -52,8 +52,15 @@ def check_cell(truth: Truth, cell: Cell) -> None:
     assert (preemptions(served) > 0) == (cell["pool"] == "tight")
 
 
-# Quick is each drafter with a chain and with a tree.
-@pytest.mark.parametrize("cell", slow_unless(lambda cell: cell["topk"] in (1, 4), pairwise(AXES)))
+def is_quick(cell: Cell) -> bool:
+    """Each model that drafts with a chain and with a tree, the lookup with a chain; one is
+    poisoned, whose drafter has a cache of its own."""
+    by_lookup, deferred = cell["drafter"] == "NGRAM", cell["stream"] == "deferred"
+    narrow = cell["topk"] in ((1,) if by_lookup else (1, 4))
+    return narrow and (not deferred or cell["drafter"] == "STANDALONE")
+
+
+@pytest.mark.parametrize("cell", slow_unless(is_quick, pairwise(AXES)))
 def test_drafts_change_no_text(truth: Truth, cell: Cell) -> None:
     check_cell(truth, cell)
 

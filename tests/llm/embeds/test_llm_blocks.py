@@ -9,6 +9,7 @@ import torch
 from llm_cases import (
     GREEDY,
     Checkpoint,
+    Tokens,
     assert_idle,
     make_checkpoint,
     make_llm,
@@ -45,7 +46,16 @@ def either(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Checkpoint
     return found
 
 
-def theirs(checkpoint: Checkpoint, prompt: Sequence[int], blocks: Spans) -> tuple[int, ...]:
+@pytest.fixture(scope="module")
+def answers(either: Checkpoint) -> tuple[list[Tokens], list[Tokens]]:
+    """To PROMPTS with BLOCKS and without."""
+    wanted = [theirs(either, p, b) for p, b in zip(PROMPTS, BLOCKS, strict=True)]
+    plain = [theirs(either, p, ()) for p in PROMPTS]
+    assert wanted != plain
+    return wanted, plain
+
+
+def theirs(checkpoint: Checkpoint, prompt: Sequence[int], blocks: Spans) -> Tokens:
     """What transformers says under the masks that it makes for Gemma 3's pictures, all of it
     computed anew for every token."""
     model, tokens = checkpoint.theirs, list(prompt)
@@ -100,12 +110,12 @@ WAYS: dict[str, dict[str, Any]] = {
     ],
     indirect=["either"],
 )
-def test_transformers_says_the_same(either: Checkpoint, options: dict[str, Any]) -> None:
+def test_transformers_says_the_same(
+    either: Checkpoint, answers: tuple[list[Tokens], list[Tokens]], options: dict[str, Any]
+) -> None:
     """Twice, the second time behind prefix hits, which end within no block; and beside the same
     prompts without blocks."""
-    wanted = [theirs(either, p, b) for p, b in zip(PROMPTS, BLOCKS, strict=True)]
-    plain = [theirs(either, p, ()) for p in PROMPTS]
-    assert wanted != plain
+    wanted, plain = answers
     with make_llm(either, page_size=4, prompt_blocks=True, **options) as llm:
         with recorded_steps(llm) as steps:
             assert tokens_of(llm.generate(BROUGHT, SHORT)) == wanted

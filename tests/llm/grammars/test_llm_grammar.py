@@ -124,7 +124,13 @@ def test_others_say_what_they_say_alone_in_every_form_of_the_engine(
         assert_idle(other)
 
 
-@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(name, marks=() if name in ("drawn", "processors") else pytest.mark.slow)
+        for name in PARAMS
+    ],
+)
 def test_a_grammar_of_every_token_changes_nothing(llm: LLM, params: str) -> None:
     wanted = params_of(params)
     bound = llm.generate(PROMPTS, wanted, grammar=ALL)

@@ -90,7 +90,10 @@ def test_what_cannot_be_followed_is_refused_with_its_part(llm: LLM, name: str) -
     assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter",
+    [pytest.param(name, marks=() if name == "branches" else pytest.mark.slow) for name in DRAFTERS],
+)
 def test_with_drafts_an_answer_is_the_same(llm: LLM, drafter: str) -> None:
     """Alone and beside one without a form; what a schema forces is drafted and accepted."""
     wanted = [

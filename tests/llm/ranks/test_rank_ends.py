@@ -208,7 +208,9 @@ def plant(phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PLANTED", phase)
 
 
-@pytest.mark.parametrize(("phase", "how"), [("plans", "sleep"), ("loads", "stop")])
+@pytest.mark.parametrize(
+    ("phase", "how"), [pytest.param("plans", "sleep", marks=SLOW), ("loads", "stop")]
+)
 def test_a_rank_that_hangs_while_it_boots_is_named_with_its_phase(
     checkpoint: Checkpoint,
     phase: str,
@@ -240,7 +242,7 @@ def test_a_rank_that_is_killed_while_it_boots_ends_all(
 
 @pytest.mark.parametrize(
     "phase",
-    ["plans", pytest.param("loads", marks=SLOW), pytest.param("captures", marks=SLOW), "runs"],
+    [*(pytest.param(name, marks=SLOW) for name in ("plans", "loads", "captures")), "runs"],
 )
 def test_an_error_of_a_rank_is_everybodys(
     checkpoint: Checkpoint, phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

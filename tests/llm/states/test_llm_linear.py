@@ -23,6 +23,7 @@ from llm_cases import (
 )
 from safetensors.torch import save_file
 
+from covers import Cell, all_with_a_cover
 from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
@@ -164,16 +165,18 @@ def head(soft: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "runs", [{"enforce_eager": True}, {"sanitize": True}], ids=["eager", "rec"]
-)
-@pytest.mark.parametrize("topk", [1, 2], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["NGRAM", "STANDALONE", "EAGLE"])
-def test_drafts_change_no_text(
-    soft: Checkpoint, drafter: Path, head: Path, name: str, topk: int, runs: dict[str, bool]
-) -> None:
-    options: dict[str, Any] = {"speculative_algorithm": name, "speculative_eagle_topk": topk}
-    options |= {"speculative_num_steps": 3, **runs}
+DRAFTED = {
+    "drafter": ("NGRAM", "STANDALONE", "EAGLE"),
+    "topk": (1, 2),
+    "enforce_eager": (True, False),
+}
+
+
+@pytest.mark.parametrize("cell", all_with_a_cover(DRAFTED))
+def test_drafts_change_no_text(soft: Checkpoint, drafter: Path, head: Path, cell: Cell) -> None:
+    name, eager = cell["drafter"], cell["enforce_eager"]
+    options = {"speculative_algorithm": name, "speculative_eagle_topk": cell["topk"]}
+    options |= {"speculative_num_steps": 3, "enforce_eager": eager, "sanitize": not eager}
     if name != "NGRAM":
         path = drafter if name == "STANDALONE" else head
         options["speculative_draft_model_path"] = str(path)

@@ -21,6 +21,7 @@ from llm_cases import (
     save_tokenizer,
 )
 
+from covers import Cell, all_with_a_cover
 from paceline.core.errors import ConfigError
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
@@ -153,14 +154,14 @@ def test_who_lacks_room_is_preempted_or_waits(served: Served) -> None:
     assert (preempted > 0) == served.attends
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["recorded", "eager"])
-@pytest.mark.parametrize("topk", [1, 2], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["NGRAM", "STANDALONE"])
-def test_drafts_change_no_text(
-    served: Served, drafter: Path, name: str, topk: int, eager: bool
-) -> None:
-    options: dict[str, Any] = {"speculative_algorithm": name, "speculative_eagle_topk": topk}
-    options |= {"speculative_num_steps": 3, "enforce_eager": eager}
+DRAFTED = {"drafter": ("NGRAM", "STANDALONE"), "topk": (1, 2), "enforce_eager": (False, True)}
+
+
+@pytest.mark.parametrize("cell", all_with_a_cover(DRAFTED))
+def test_drafts_change_no_text(served: Served, drafter: Path, cell: Cell) -> None:
+    name = cell["drafter"]
+    options = {"speculative_algorithm": name, "speculative_eagle_topk": cell["topk"]}
+    options |= {"speculative_num_steps": 3, "enforce_eager": cell["enforce_eager"]}
     if name == "STANDALONE":
         options |= {"speculative_draft_model_path": str(drafter), "page_size": 4}
     else:

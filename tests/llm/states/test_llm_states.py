@@ -172,8 +172,15 @@ def test_who_lacks_room_is_preempted_or_waits(alone: Alone) -> None:
     assert (preempted > 0) == bool(alone.page)
 
 
-@pytest.mark.parametrize("topk", [1, 2], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["NGRAM", "STANDALONE"])
+@pytest.mark.parametrize(
+    ("name", "topk"),
+    [
+        ("NGRAM", 1),
+        ("STANDALONE", 2),
+        pytest.param("NGRAM", 2, marks=pytest.mark.slow),
+        pytest.param("STANDALONE", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_drafts_change_no_text(alone: Alone, drafter: Path, name: str, topk: int) -> None:
     options: dict[str, Any] = {"speculative_algorithm": name, "speculative_eagle_topk": topk}
     options |= {"speculative_num_steps": 3}

@@ -73,7 +73,7 @@ def test_text_that_was_generated_is_found_where_a_step_kept_its_state(tiny):
     assert hits(engine)[1] == 32
 
 
-@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("capture", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_who_is_preempted_goes_on_from_a_state(tiny, capture):
     engine = StateEngine(tiny, num_pages=23, num_slots=12, capture=capture, max_running=4)
     for prompt in random_prompts([14, 17, 20, 9, 3]):
@@ -108,9 +108,9 @@ def test_steps_that_wait_for_nobody(tiny):
 @pytest.mark.parametrize(
     ("shape", "drafter", "capture"),
     [
-        (CHAIN, "standalone", False),
         (TREE, "standalone", True),
         (TREE, "eagle3", False),
+        pytest.param(CHAIN, "standalone", False, marks=pytest.mark.slow),
         (CHAIN, "ngram", True),
         pytest.param(CHAIN, "standalone", True, marks=pytest.mark.slow),
         pytest.param(TREE, "standalone", False, marks=pytest.mark.slow),
@@ -143,7 +143,7 @@ def test_rounds_commit_the_state_behind_what_was_accepted(tiny, shape, drafter, 
     [
         (NO_DRAFTS, "nobody", 8, False),
         (TREE, "ngram", 8, True),
-        (CHAIN, "standalone", 4, False),
+        pytest.param(CHAIN, "standalone", 4, False, marks=pytest.mark.slow),
         pytest.param(NO_DRAFTS, "nobody", 8, True, marks=pytest.mark.slow),
         pytest.param(TREE, "ngram", 8, False, marks=pytest.mark.slow),
         pytest.param(CHAIN, "standalone", 4, True, marks=pytest.mark.slow),
