@@ -91,8 +91,9 @@ def test_planning_imports_no_compiler():
     code = (
         "import sys\n"
         "from paceline.plan.explain import explain_model\n"
-        "asked = {'model': 'llama-3.1-8b', 'load_format': 'dummy', 'max_model_len': 30000}\n"
-        "explain_model(asked, gpu='l4')\n"
+        "asked = {'model': 'llama-3.1-8b', 'load_format': 'dummy'}\n"
+        "explain_model(asked, gpu='h200')\n"
+        "explain_model({**asked, 'max_model_len': 30000}, gpu='l4')\n"
         "print(sorted({'sympy', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
