@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-import paceline  # noqa: F401  it says how long threads spin, before torch is imported
+import paceline  # it says how long threads spin, before torch is imported
 from longest_first import longest_first
 from patched_once import patch_once
 
@@ -49,6 +49,39 @@ def books_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         return grown
 
     monkeypatch.setattr(Engine, "step", checked)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def bundled_drafter_is_tested_once() -> Iterator[None]:
+    """Its self-test is most of a start of the bundled model: once passed, it is not run again.
+    Those of other drafters and bands are."""
+    boot = sys.modules.get("paceline.llm.boot")
+    if boot is None:  # no test of the engine, which imports it
+        yield
+        return
+    from paceline.engine.acceptance import read_band
+
+    bundled = read_band(Path(paceline.__file__).parent / "models" / "bundled" / "eagle3")
+    test, passed = boot.check_drafter, []
+
+    def test_once(engine, tokenizer, band, shape, notify, **limits):  # type: ignore[no-untyped-def]
+        if band == bundled and passed:
+            return
+        told = []
+        test(
+            engine,
+            tokenizer,
+            band,
+            shape,
+            lambda event: (told.append(event), notify(event)),
+            **limits,
+        )
+        if band == bundled and not told:
+            passed.append(band)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boot, "check_drafter", test_once)
+        yield
 
 
 @pytest.fixture(autouse=True)

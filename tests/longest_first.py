@@ -8,7 +8,6 @@ import pytest
 HERE = Path(__file__).parent
 LONGEST = (
     "proof/fixes/test_fixes.py",
-    "proof/check/test_state_cells.py",
     "llm/ranks/test_llm_ranks.py",
     "llm/drafts/test_llm_draft_acceptance.py",
     "llm/states/test_llm_mamba2.py",
@@ -20,6 +19,9 @@ LONGEST = (
     "llm/test_llm_equality.py",
     "llm/grammars/test_llm_grammar.py",
     "server/test_two_processes.py",
+    "benchmarks/test_soak.py",
+    "plan/test_rehearsal.py",
+    "proof/check/test_state_cells.py",
     "engine/test_scheduler_machine.py",
     "plan/test_nearest.py",
     "llm/drafts/test_llm_speculative_requests.py",
@@ -27,7 +29,6 @@ LONGEST = (
     "runner/states/test_state_engine.py",
     "plan/test_draft_budget.py",
     "test_repository.py",
-    "benchmarks/test_soak.py",
 )
 
 

@@ -105,8 +105,15 @@ def test_a_rows_sample_is_that_of_the_definition(kind: str, temperature: float) 
 FILTERS = ((5, 1.0), (None, 0.7), (None, 0.97), (None, 1e-5), (12, 0.6), (90, 0.9), (1, 0.5))
 
 
-@pytest.mark.parametrize("temperature", [2.5, 0.1])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("huge", "forbidden")])
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [
+        pytest.param(kind, temperature, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, kind in enumerate(KINDS)
+        for j, temperature in enumerate((2.5, 0.1))
+        if kind not in ("huge", "forbidden")
+    ],
+)
 def test_the_cuts_of_the_kernel_keep_what_the_definition_keeps(
     kind: str, temperature: float
 ) -> None:

@@ -61,20 +61,31 @@ def nan_workspace(call: PagedCall, splits: int) -> SplitWorkspace:
     )
 
 
-@pytest.mark.parametrize("splits", [1, 3, 20])  # of 20 most have no keys, and not all fit one load
+STEPS = {
+    "one": (1, MaskKind.CAUSAL),
+    "chain": (5, MaskKind.CAUSAL),
+    "tree": (6, MaskKind.TREE),
+}
+TILES = {"few": (16, 1), "many": (16, 64), "pairs": (16, 1000), "wide": (64, 1)}  # rows, programs
+SPLITS = (1, 3, 20)  # of 20 most have no keys, and not all fit one load
+
+
 @pytest.mark.parametrize(
-    ("rows", "programs"),
-    [(16, 1), (16, 64), (16, 1000), (64, 1)],
-    ids=["few", "many", "pairs", "wide"],
+    ("step", "tile", "splits"),
+    [
+        pytest.param(
+            *(step, tile, splits),
+            marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow,  # a third holds every pair
+        )
+        for i, step in enumerate(STEPS)
+        for j, tile in enumerate(TILES)
+        for k, splits in enumerate(SPLITS)
+    ],
 )
-@pytest.mark.parametrize(
-    ("extend", "mask"), [(1, MaskKind.CAUSAL), (5, MaskKind.CAUSAL), (6, MaskKind.TREE)]
-)
-def test_each_tile_table_meets_the_definition(
-    extend: int, mask: MaskKind, rows: int, programs: int, splits: int
-) -> None:
+def test_each_tile_table_meets_the_definition(step: str, tile: str, splits: int) -> None:
     from paceline.kernels._triton.paged_extend import latent_config, launch_paged_extend
 
+    (extend, mask), (rows, programs) = STEPS[step], TILES[tile]
     heads = rows + 6 if extend == 1 else rows // 4  # two tiles of rows, one with room
     call = latent_call(heads, [200, 0, 63], extend, mask)
     workspace = nan_workspace(call, splits) if splits > 1 else None

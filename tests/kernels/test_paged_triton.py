@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -206,18 +207,24 @@ def test_any_number_of_splits_gives_the_same(splits: int, min_tiles: int) -> Non
     assert_matches(case, run_splits(case, splits, min_tiles))
 
 
-@pytest.mark.parametrize(("shares", "min_tiles"), [(3, 1), (8, 1), (8, 3), (40, 1)])
-@pytest.mark.parametrize("lens", [(97, 1, 43), (1, 1, 1, 97), (97, 97, 0, 97, 97, 17)])
-def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_tiles: int) -> None:
+@cache
+def case_without_splits(lens: tuple[int, ...]) -> tuple[PagedCase, tuple[Tensor, Tensor]]:
+    """Requests of these lengths, and what one split makes of them."""
     batch = BatchSpec(
         prefix_lens=tuple(max(0, length - 1) for length in lens), extend_lens=(1,) * len(lens)
     )
     case = make_case(batch, replace(SHAPES["gqa2-80-96-page16"], sinks=True), seed=19)
     case = replace(case, kv_lens=torch.tensor(lens, dtype=torch.int32))
+    return case, run_splits(case, 1, 1)
+
+
+@pytest.mark.parametrize(("shares", "min_tiles"), [(3, 1), (8, 1), (8, 3), (40, 1)])
+@pytest.mark.parametrize("lens", [(97, 1, 43), (1, 1, 1, 97), (97, 97, 0, 97, 97, 17)])
+def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_tiles: int) -> None:
+    case, (whole, whole_lse) = case_without_splits(lens)
     out, lse = run_splits(case, 0, min_tiles, shares=shares)
     live = torch.tensor(lens) > 0
     assert out[~live].eq(0).all()
-    whole, whole_lse = run_splits(case, 1, 1)
     torch.testing.assert_close(out[live], whole[live], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[live], whole_lse[live], atol=1e-5, rtol=1e-5)
     if live.all():

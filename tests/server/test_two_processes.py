@@ -19,7 +19,7 @@ from test_serve_command import BODY, COMMAND, address_in, served, stop
 
 from children import child
 from paceline.core.errors import CapacityError
-from paceline.server.border import engine_main
+from paceline.server.border import engine_main, remote
 from paceline.server.border.engine_main import place_of, progress_to
 from paceline.server.border.messages import EngineRefusal, Frames, LoadProgress, News, Stuck, framed
 from paceline.server.border.remote import RemoteEngine
@@ -112,6 +112,7 @@ def test_a_stopped_engine_is_told_and_goes_on_where_it_was():
             assert late.status_code == 504
             os.kill(engine, signal.SIGCONT)
             wait_until(lambda: httpx.get(f"{url}/health").status_code == 200)
+            time.sleep(2 * remote._BEAT_S)  # the log hears of it at the next beat
             os.kill(engine, signal.SIGINT)
             os.kill(engine, signal.SIGTERM)
             process.send_signal(signal.SIGSTOP)

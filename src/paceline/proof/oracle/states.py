@@ -57,6 +57,49 @@ class _Answers:
     states: tuple[Tensor, ...]  # [num_reqs] [numbers]  all parts, one behind the other
 
 
+class _Walks:
+    """The steps of one layer over one batch, each computed once: readings have most in common."""
+
+    def __init__(
+        self, case: Case, data: StateData, layer: int, dtype: torch.dtype = torch.float64
+    ) -> None:
+        self._method = RECURRENCES[case.method]
+        self._rows = [rows[layer].to(dtype) for rows in data.rows]  # [num_reqs] [extend, width]
+        self._carried = [
+            {name: each.to(dtype) for name, each in states[layer].items()}
+            for states in data.carried
+        ]
+        self._found: dict[tuple[int, int | None, tuple[int, ...]], tuple[State, Tensor]] = {}
+
+    def answers(self, reading: StateReading) -> _Answers:
+        outs, states = [], []
+        for request, parents in enumerate(reading.parents):
+            owner = reading.starts[request]
+            paths: list[tuple[int, ...]] = []
+            for row, parent in enumerate(parents):
+                paths.append((*(paths[parent] if parent >= 0 else ()), row))
+            found = [self._step(request, owner, path)[1].flatten() for path in paths]
+            outs.append(torch.stack(found))
+            states.append(flat(self._behind(request, owner, reading.kept[request])))
+        return _Answers(tuple(outs), tuple(states))
+
+    def _behind(self, request: int, owner: int | None, path: tuple[int, ...]) -> State:
+        """The state behind the rows of `path`, from the state before the step of `owner`."""
+        if path:
+            return self._step(request, owner, path)[0]
+        if owner is None:
+            return {name: torch.zeros_like(each) for name, each in self._carried[request].items()}
+        return self._carried[owner]
+
+    def _step(self, request: int, owner: int | None, path: tuple[int, ...]) -> tuple[State, Tensor]:
+        """That state, and what the last row of `path` hands on."""
+        key = (request, owner, path)
+        if key not in self._found:
+            before = self._behind(request, owner, path[:-1])
+            self._found[key] = self._method.step(before, self._rows[request][path[-1]])
+        return self._found[key]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateExpectation:
     """The right answers of one batch, whatever backend and runner."""
@@ -64,6 +107,7 @@ class StateExpectation:
     case: Case
     index: int  # of the batch
     data: StateData
+    walks: tuple[_Walks, ...]  # [layers]  what every reading's answers come from
     exact: tuple[_Answers, ...]  # [layers]  float64
     allowed: tuple[float, ...]  # [layers]  relative to a request's size
     sizes: tuple[tuple[float, ...], ...]  # [layers][num_reqs]  root mean square of its answers
@@ -83,7 +127,7 @@ class StateExpectation:
         """Names of the mistakes that the comparison could accept."""
         found = []
         for reading in self._others():
-            wrong = _answers(self.case, self.data, layer, reading)
+            wrong = self.walks[layer].answers(reading)
             off = 0.0
             for request in self._live():
                 size = self.sizes[layer][request]
@@ -129,7 +173,7 @@ class StateExpectation:
         off = sum(_rms(got[request] - exact[request]) for request in live)
         near = []
         for reading in self._others():
-            wrong = of(_answers(self.case, self.data, layer, reading))
+            wrong = of(self.walks[layer].answers(reading))
             apart = sum(_rms(got[request] - wrong[request]) for request in live)
             if apart <= _NEAR * off:
                 near.append(reading.name)
@@ -171,10 +215,11 @@ def make_states(case: Case, index: int) -> StateData:
 def expect_states(case: Case, index: int, data: StateData) -> StateExpectation:
     """The oracle's answers for batch `index`, and what a backend may differ by."""
     truth = readings(case.batches[index])[0]
+    walks = tuple(_Walks(case, data, layer) for layer in range(len(case.layers)))
     exact, allowed, sizes = [], [], []
-    for layer in range(len(case.layers)):
-        right = _answers(case, data, layer, truth)
-        rough = _answers(case, data, layer, truth, dtype=torch.float32)
+    for layer, steps in enumerate(walks):
+        right = steps.answers(truth)
+        rough = _Walks(case, data, layer, torch.float32).answers(truth)
         size = [
             _rms(torch.cat((out.flatten(), state)))
             for out, state in zip(right.outs, right.states, strict=True)
@@ -194,6 +239,7 @@ def expect_states(case: Case, index: int, data: StateData) -> StateExpectation:
         case=case,
         index=index,
         data=data,
+        walks=walks,
         exact=tuple(exact),
         allowed=tuple(allowed),
         sizes=tuple(sizes),
@@ -235,37 +281,6 @@ def readings(batch: Batch) -> list[StateReading]:
             )
         ),
     ]
-
-
-def _answers(
-    case: Case,
-    data: StateData,
-    layer: int,
-    reading: StateReading,
-    *,
-    dtype: torch.dtype = torch.float64,
-) -> _Answers:
-    method = RECURRENCES[case.method]
-    outs, states = [], []
-    for request, rows in enumerate(data.rows):
-        owner = reading.starts[request]
-        source = data.carried[request if owner is None else owner][layer]
-        start = {
-            name: torch.zeros_like(each, dtype=dtype) if owner is None else each.to(dtype)
-            for name, each in source.items()
-        }
-        behind: list[State] = []
-        found = []
-        for row, parent in zip(rows[layer].to(dtype), reading.parents[request], strict=True):
-            state, out = method.step(behind[parent] if parent >= 0 else start, row)
-            behind.append(state)
-            found.append(out.flatten())
-        left: State = start
-        for number in reading.kept[request]:
-            left, _ = method.step(left, rows[layer, number].to(dtype))
-        outs.append(torch.stack(found))
-        states.append(flat(left))
-    return _Answers(tuple(outs), tuple(states))
 
 
 def flat(state: State) -> Tensor:

@@ -1,6 +1,7 @@
 """Gated delta net (arXiv:2412.06464), one token after another: convolution, unit queries and keys,
 decay, correction of what the state says of the key, reading."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class GatedDelta(Recurrence):
         qkv, decay, rate = rows.split((_CHANNELS, _HEADS, _HEADS), dim=1)
         return {
             "qkv": qkv,
-            "conv_weight": _taps(rows),
+            "conv_weight": _taps(rows.dtype, rows.device),
             "decay": -decay.float().abs(),
             "beta": rate.float().sigmoid(),
         }
@@ -39,23 +40,21 @@ class GatedDelta(Recurrence):
     def step(self, state: State, row: Tensor) -> tuple[State, Tensor]:
         raw, decay, rate = row.split((_CHANNELS, _HEADS, _HEADS))
         seen = torch.cat((state["conv"], raw.unsqueeze(1)), 1)
-        total = (seen * _taps(row)).sum(1)
+        total = (seen * _taps(row.dtype, row.device)).sum(1)
         mixed = total / (1 + torch.exp(-total))
-        matrices, outs = [], []
-        for head in range(_HEADS):
-            of_key = mixed.view(_KEY_HEADS, -1)[head // _PER_KEY]
-            query, key, values = of_key.split(_OF_HEAD)
-            value = values.view(_PER_KEY, _VALUE_DIM)[head % _PER_KEY]
-            query, key = (x / torch.sqrt((x * x).sum() + 1e-6) for x in (query, key))
-            matrix = torch.exp(-decay[head].abs()) * state["state"][head]
-            wrong = value - matrix.T @ key
-            matrix = matrix + torch.outer(key, wrong / (1 + torch.exp(-rate[head])))
-            matrices.append(matrix)
-            outs.append(matrix.T @ query / _KEY_DIM**0.5)
-        return {"conv": seen[:, 1:], "state": torch.stack(matrices)}, torch.stack(outs)
+        query, key, values = mixed.view(_KEY_HEADS, -1).split(_OF_HEAD, dim=1)
+        query, key = (x / torch.sqrt((x * x).sum(1, keepdim=True) + 1e-6) for x in (query, key))
+        query, key = (x.repeat_interleave(_PER_KEY, 0) for x in (query, key))  # [heads, key]
+        kept = torch.exp(-decay.abs()).view(-1, 1, 1) * state["state"]  # [heads, key, value]
+        wrong = values.reshape(_HEADS, _VALUE_DIM) - torch.einsum("hkv,hk->hv", kept, key)
+        learnt = wrong / (1 + torch.exp(-rate)).unsqueeze(1)
+        matrices = kept + key.unsqueeze(2) * learnt.unsqueeze(1)
+        outs = torch.einsum("hkv,hk->hv", matrices, query) / _KEY_DIM**0.5
+        return {"conv": seen[:, 1:], "state": matrices}, outs
 
 
-def _taps(like: Tensor) -> Tensor:
+@cache  # nobody writes to it
+def _taps(dtype: torch.dtype, device: torch.device) -> Tensor:
     """[channels, taps] other numbers for each, exact in every format."""
-    at = torch.arange(_CHANNELS * _TAPS, dtype=torch.float64, device=like.device)
-    return (at.mul(1.3).sin() * 64).round().div(64).view(_CHANNELS, _TAPS).to(like.dtype)
+    at = torch.arange(_CHANNELS * _TAPS, dtype=torch.float64, device=device)
+    return (at.mul(1.3).sin() * 64).round().div(64).view(_CHANNELS, _TAPS).to(dtype)

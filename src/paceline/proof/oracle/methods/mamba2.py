@@ -1,6 +1,7 @@
 """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), one token after another: a convolution over its
 channels, then of every head S = exp(-a dt) S + B (dt x)^T and y = S^T C + D x."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Mamba2(Recurrence):
         return rows
 
     def given(self, rows: Tensor) -> Any:
-        taps, bias, rates, skip = (each.to(rows.dtype) for each in _learnt(rows.device))
+        taps, bias, rates, skip = _learnt(rows.dtype, rows.device)
         steps = rows[:, _CHANNELS:].float()
         return {
             "xbc": rows[:, :_CHANNELS],
@@ -48,27 +49,28 @@ class Mamba2(Recurrence):
         }
 
     def step(self, state: State, row: Tensor) -> tuple[State, Tensor]:
-        taps, bias, rates, skip = (each.to(row.dtype) for each in _learnt(row.device))
+        taps, bias, rates, skip = _learnt(row.dtype, row.device)
         window = torch.cat((state["conv"], row[:_CHANNELS].unsqueeze(1)), dim=1)
         total = (window * taps).sum(1) + bias
         seen, steps = total / (1.0 + torch.exp(-total)), row[_CHANNELS:]
         x = seen[:_INNER].view(_HEADS, _HEAD_DIM)
         b = seen[_INNER : _INNER + _SHARED].view(_GROUPS, _STATE_SIZE)
         c = seen[_INNER + _SHARED :].view(_GROUPS, _STATE_SIZE)
-        heads, outs = [], []
-        for head in range(_HEADS):
-            group, step = head * _GROUPS // _HEADS, steps[head]
-            kept = torch.exp(-rates[head] * step) * state["state"][head]
-            heads.append(kept + torch.outer(b[group], step * x[head]))
-            outs.append(c[group] @ heads[head] + skip[head] * x[head])
-        return {"conv": window[:, 1:], "state": torch.stack(heads)}, torch.stack(outs)
+        b, c = (each.repeat_interleave(_HEADS // _GROUPS, 0) for each in (b, c))  # [heads, size]
+        kept = torch.exp(-rates * steps).view(-1, 1, 1) * state["state"]  # [heads, size, dim]
+        matrices = kept + b.unsqueeze(2) * (steps.unsqueeze(1) * x).unsqueeze(1)
+        outs = torch.einsum("hsd,hs->hd", matrices, c) + skip.unsqueeze(1) * x
+        return {"conv": window[:, 1:], "state": matrices}, outs
 
 
-def _learnt(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(taps [channels, width], bias [channels], rates [heads], skip [heads]) float64, exact in
-    every format."""
+@cache  # nobody writes to it
+def _learnt(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(taps [channels, width], bias [channels], rates [heads], skip [heads]), exact in every
+    format."""
     channels = torch.arange(_CHANNELS, device=device, dtype=torch.float64)
     taps = torch.arange(_WIDTH, device=device, dtype=torch.float64)
     heads = torch.arange(_HEADS, device=device, dtype=torch.float64)
     by_tap = (5.0 * channels.unsqueeze(1) + 3.0 * taps) % 11.0 - 5.0
-    return by_tap / 8.0, (channels % 7.0 - 3.0) / 16.0, (1.0 + heads) / 16.0, (heads - 1.5) / 2.0
+    exact = by_tap / 8.0, (channels % 7.0 - 3.0) / 16.0, (1.0 + heads) / 16.0, (heads - 1.5) / 2.0
+    taps, bias, rates, skip = (each.to(dtype) for each in exact)
+    return taps, bias, rates, skip
