@@ -25,6 +25,7 @@ from paged_runs import (
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model.lookback import Chunk
 from paceline.kernels._triton import paged_extend as kernels
 from paceline.kernels.paged_attention import (
     PagedCall,
@@ -47,6 +48,8 @@ SHAPES = {
     "window-below-page": Shape(window=9),
     "window-at-page": Shape(window=16),
     "window-above-page-capped": Shape(window=37, soft_cap=5.0),
+    "chunk-over-a-tile": Shape(window=Chunk(46)),  # of 32 keys, which none of the last rows sees
+    "chunk-of-tiles": Shape(window=Chunk(90), soft_cap=5.0),  # which every row sees
 }
 
 
