@@ -35,8 +35,10 @@ def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
     }
     if any(isinstance(each.window, Chunk) for each in case.layers):
         found["a window of a chunk's size"] = with_window(_sliding)
-        found["the chunk of the step's first row"] = _window_of_first_row
-        found["the chunk of the step's last row"] = _chunk_of_last_row
+        found["the chunk of the step's first row"] = _chunk_of_row(lambda batch, request: 0)
+        found["the chunk of the step's last row"] = _chunk_of_row(
+            lambda batch, request: batch.extend_lens[request] - 1
+        )
     if case.both_ways:
         found["causal"] = lambda *at: [j for j in visible_keys(*at) if j <= at[-1]]
         found["a window that looks back alone"] = _back_alone
@@ -174,12 +176,17 @@ def _window_of_first_row(case: Case, batch: Batch, layer: int, request: int, row
     return visible_keys(case, batch, layer, request, 0)
 
 
-def _chunk_of_last_row(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
-    """One first key for all rows of a request; a row before it still sees itself."""
-    prefix, last = batch.prefix_lens[request], batch.extend_lens[request] - 1
-    edge = edge_of(case.layers[layer].window, position(batch, request, last))
-    seen = visible_keys(case, batch, layer, request, row)
-    return [at for at in seen if at > edge or at == prefix + row]
+def _chunk_of_row(of: Callable[[Batch, int], int]) -> VisibleKeys:
+    """All rows of a request see from where one of them does; each still sees itself."""
+
+    def keys(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+        prefix = batch.prefix_lens[request]
+        at = position(batch, request, of(batch, request))
+        edge = edge_of(case.layers[layer].window, at)
+        seen = with_window(lambda window: None)(case, batch, layer, request, row)
+        return [key for key in seen if key > edge or key == prefix + row]
+
+    return keys
 
 
 def _top_left(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
