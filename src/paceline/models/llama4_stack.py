@@ -70,7 +70,7 @@ class Llama4Attention(SelfAttention):
 
 def _as_halves(x: Tensor) -> Tensor:
     """x [tokens, heads, head_dim] -> the same with dimensions 0, 2, 4, ... 1, 3, 5, ..."""
-    return x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
+    return x.view(*x.shape[:2], -1, 2).transpose(2, 3).flatten(2)
 
 
 def growth_table(growth: QueryGrowth, rows: int, *, device: torch.device) -> Tensor:

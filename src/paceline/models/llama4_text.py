@@ -68,7 +68,7 @@ def _experts(fields: Fields, num_layers: int, *, inter: int) -> MoEConfig | None
         fields.fail("moe_layers", f"a list of layers from 0 to {num_layers - 1}", layers)
     if fields.integer("num_experts_per_tok") != 1:
         remedy = "an input is scaled for one expert; other numbers are not supported"
-        fields.fail("num_experts_per_tok", 1, fields.get("num_experts_per_tok"), remedy=remedy)
+        fields.fail("num_experts_per_tok", "1", fields.get("num_experts_per_tok"), remedy=remedy)
     if not layers:
         return None
     return MoEConfig(
