@@ -17,6 +17,7 @@ from paceline.core.model.lookback import Chunk, Lookback, first_visible
 from paceline.core.modes import MaskKind
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.call import SCHEMA, PagedCall, Weighing
+from paceline.kernels.paged_attention.checks import check_lookback
 
 _EXPLICIT_ROWS = 256  # whose scores are in memory at a time
 
@@ -24,8 +25,9 @@ _EXPLICIT_ROWS = 256  # whose scores are in memory at a time
 def paged_attention_cpu(call: PagedCall) -> None:
     """Attention of a step over its paged keys; mutates out and lse.
 
-    Rows that see no key give 0 and -inf.  Recordable.
+    Rows that see no key give 0 and -inf.  Recordable.  Raises KernelArgumentError.
     """
+    check_lookback(call.weighing)
     _PAGED_ATTENTION(*call.flat())
 
 
