@@ -28,8 +28,8 @@ from paceline.kernels.paged_attention import paged_decode, paged_extend, split_w
 
 B, H, F = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
-# heads, kv_heads, head_dim, v_head_dim, page_size, window (or chunks), soft_cap, dtype, cache dtype,
-# sinks
+# heads, kv_heads, head_dim, v_head_dim, page_size, window (or chunks), soft_cap, dtype, cache
+# dtype, sinks
 LAYOUTS = [
     (32, 8, 128, 128, 16, None, None, B, None, False),
     (32, 8, 128, 128, 1, None, None, B, None, False),
