@@ -22,12 +22,14 @@ from paged_cases import (
 from torch import Tensor
 
 from kernels_gate import Failure
+from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import paged_decode, paged_extend, split_workspace
 
 B, H, F = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
-# heads, kv_heads, head_dim, v_head_dim, page_size, window, soft_cap, dtype, cache dtype, sinks
+# heads, kv_heads, head_dim, v_head_dim, page_size, window (or chunks), soft_cap, dtype, cache
+# dtype, sinks
 LAYOUTS = [
     (32, 8, 128, 128, 16, None, None, B, None, False),
     (32, 8, 128, 128, 1, None, None, B, None, False),
@@ -47,6 +49,8 @@ LAYOUTS = [
     (28, 4, 128, 128, 64, 100, None, H, FP8, False),
     (16, 8, 256, 256, 5, None, 50.0, B, FP8, True),
     (8, 2, 80, 80, 16, None, None, F, FP8, True),
+    (40, 8, 128, 128, 16, Chunk(256), None, B, None, False),
+    (8, 2, 64, 64, 16, Chunk(100), None, F, None, False),
 ]
 HEAD_DIMS, GROUPS, PAGE_SIZES = (64, 80, 96, 128, 256), (1, 2, 4, 5, 7, 8, 12, 16), (1, 5, 16, 64)
 DECODE = BatchSpec(prefix_lens=(0, 1, 62, 63, 64, 299, 1000, 15), extend_lens=(1,) * 8)
@@ -116,6 +120,7 @@ def checks(quick: bool) -> Iterator[Check]:
     yield Check(op="paged_decode", batch=MANY)
     yield Check(op="paged_decode", batch=LONG)
     windowed = [shape for shape in layouts() if shape.window is not None]
+    yield Check(op="paged_decode", batch=MANY, shape=windowed[-1])
     for shape in (layouts()[0], *windowed):
         yield Check(op="paged_extend", batch=TREES, shape=shape, mask=MaskKind.TREE)
         yield Check(op="paged_extend", batch=RAGGED, shape=shape, mask=MaskKind.TREE)

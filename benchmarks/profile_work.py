@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from paceline.core.dtypes import ELEMENT_BYTES, KV_ELEMENT_BYTES
 from paceline.core.model.config import ModelConfig
+from paceline.core.model.lookback import first_visible
 from paceline.models.size import weights_bytes
 
 
@@ -51,7 +52,7 @@ def role_flops(config: ModelConfig, work: Work) -> dict[str, int]:
     pairs = 0
     for layer in config.layers:
         for position in range(work.kv_len - extend, work.kv_len):
-            pairs += min(position + 1, layer.window or position + 1)
+            pairs += position + 1 - first_visible(layer.window, position)
     (heads,) = config.heads
     width = heads.num_heads * (heads.head_dim + heads.v_head_dim)
     return {**found, "attention": 2 * width * pairs * work.requests}
@@ -106,5 +107,6 @@ def _products(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
 def _cache_bytes(config: ModelConfig, work: Work) -> int:
     """K and V that the step reads, in all layers."""
     _, kv, _ = _widths(config)
-    keys = sum(min(work.kv_len, layer.window or work.kv_len) for layer in config.layers)
+    last = work.kv_len - 1
+    keys = sum(last + 1 - first_visible(layer.window, last) for layer in config.layers)
     return work.requests * keys * kv * KV_ELEMENT_BYTES[work.kv_dtype]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from paged_cases import BatchSpec, Shape, make_case
 
 from paceline.attention.backends.fa3_backend import FlashAttention3Backend
 from paceline.attention.backends.fa4_backend import FlashAttention4Backend
@@ -18,7 +19,9 @@ from paceline.attention.contract import (
     Capabilities,
     GraphSupport,
 )
+from paceline.core.errors import ConfigError
 from paceline.core.model.config import Heads
+from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 
 NARROW = Capabilities(
@@ -78,6 +81,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
         "V head dim must be that of K (128), got 64",
     ),
     "window": ({"window": True}, "sliding window must be absent, got present"),
+    "chunks": ({"chunks": True}, "chunk-local attention must be absent, got present"),
     "soft cap": ({"soft_cap": True}, "soft cap must be absent, got present"),
     "sinks": ({"sinks": True}, "attention sinks must be absent, got present"),
     "encoder": (
@@ -94,6 +98,22 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
         "graph support must be at least UNIFORM, got DECODE",
     ),
 }
+
+
+def test_nobody_has_chunks_beside_tokens_that_see_ahead() -> None:
+    able = replace(NARROW, chunks=True, masks=frozenset(MaskKind))
+    assert capability_reasons(able, replace(FITS, chunks=True)) == []
+    ahead = replace(FITS, chunks=True, masks=frozenset({MaskKind.CAUSAL, MaskKind.BLOCK}))
+    assert capability_reasons(able, ahead) == [
+        "chunk-local attention beside blocks must be absent, got present"
+    ]
+
+
+def test_a_chunk_is_no_window_to_who_has_windows_alone() -> None:
+    spec = make_case(BatchSpec(prefix_lens=(0,), extend_lens=(1,)), Shape(), seed=0).spec
+    assert replace(spec, window=7).sliding == 7
+    with pytest.raises(ConfigError, match=r"layer 0 must be a sliding .* got chunks of 7"):
+        _ = replace(spec, window=Chunk(7)).sliding
 
 
 def test_kernels_of_one_generation_refuse_those_behind_it() -> None:

@@ -64,4 +64,4 @@ def test_an_extend_is_told_its_bound_its_group_and_its_scales(
     wanted = (table.page_tables[1], *lens, EXTEND, None, MaskKind.CAUSAL, None)
     assert all(one is other for one, other in zip(call.rows, wanted, strict=True))
     is_prefix = part is Part.PREFIX
-    assert call.weighing == (0.5, 9, 30.0, is_prefix, None if is_prefix else sinks)
+    assert call.weighing == (0.5, 9, 30.0, is_prefix, None if is_prefix else sinks, None)

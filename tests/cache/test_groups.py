@@ -6,10 +6,11 @@ from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import IntegrityError
 from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.model.config import kv_parts
+from paceline.core.model.lookback import Chunk, Lookback
 
 
 def make_group(
-    window: int | None, *, page_size: int = 4, num_pages: int = 33, max_extend_len: int = 8
+    window: Lookback | None, *, page_size: int = 4, num_pages: int = 33, max_extend_len: int = 8
 ) -> PagedGroup:
     spec = CacheGroupSpec(
         name="full" if window is None else f"window-{window}",
@@ -42,6 +43,27 @@ def test_first_visible_page_holds_the_lowest_key_of_the_mask(window, page_size):
     for query in range(60):
         visible = [key for key in range(query + 1) if window is None or key > query - window]
         assert group.first_visible_page(query) == visible[0] // page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("size", [1, 5, 16])
+def test_pages_behind_a_chunk_return_and_no_others(size, page_size):
+    group = make_group(Chunk(size), page_size=page_size)
+    most = 0
+    for query in range(60):
+        visible = [key for key in range(query + 1) if key // size == query // size]
+        assert group.first_visible_page(query) == visible[0] // page_size
+        most = max(most, (query + 7) // page_size - visible[0] // page_size + 1)
+    assert most <= group.pages_to_fit(10_000) <= most + 1
+
+
+def test_a_hit_that_ends_with_a_chunk_needs_no_stored_page():
+    group = make_group(Chunk(8))
+    assert group.usable_prefix(path_of(group, [False, False, True, False]), 4) == 4
+    group = make_group(Chunk(8))
+    assert group.usable_prefix(path_of(group, [False, False, True, False]), 3) == 3
+    group = make_group(Chunk(16))
+    assert group.usable_prefix(path_of(group, [False, True, True, False]), 3) == 0
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])

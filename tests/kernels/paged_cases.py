@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.attention.contract import AttentionSpec, LayerCache, Limits
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import (
     PagedCache,
@@ -49,7 +50,7 @@ class Shape:
     head_dim: int = 64
     v_head_dim: int = 64
     page_size: int = 16
-    window: int | None = None
+    window: Lookback | None = None
     soft_cap: float | None = None
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None  # None: dtype; float8_e4m3fn has scales
@@ -105,7 +106,8 @@ class PagedCase:
 
     @property
     def weighing(self) -> Weighing:
-        return Weighing(self.scale, self.shape.window, self.shape.soft_cap, sinks=self.sinks)
+        plain = Weighing(self.scale, soft_cap=self.shape.soft_cap, sinks=self.sinks)
+        return looking_back(plain, self.shape.window)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -323,16 +325,22 @@ def reference(
     case: PagedCase,
     *,
     prefix_only: bool = False,
-    window: int | None = None,
+    window: Lookback | None = None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """The definition of `case`; `window` replaces the case's own."""
     weighing = case.weighing._replace(prefix_only=prefix_only)
     if window is not None:
-        weighing = weighing._replace(window=window)
+        weighing = looking_back(weighing, window)
     return paged_attention_reference(
         case.q, case.cache, case.rows, weighing, compute_dtype=compute_dtype
     )
+
+
+def looking_back(weighing: Weighing, window: Lookback | None) -> Weighing:
+    if isinstance(window, Chunk):
+        return weighing._replace(window=None, chunk=window.size)
+    return weighing._replace(window=window, chunk=None)
 
 
 def worst_error(case: PagedCase, actual: Tensor, *, prefix_only: bool = False) -> float:
@@ -342,9 +350,13 @@ def worst_error(case: PagedCase, actual: Tensor, *, prefix_only: bool = False) -
 
 
 def first_key_dropped(case: PagedCase, *, prefix_only: bool = False) -> Tensor:
-    """A wrong answer: the window is one key too narrow, or the longest row loses its first key."""
-    longest = int(case.kv_lens.max())
-    width = min(case.shape.window or longest, longest)
+    """A wrong answer: the window, or the chunk, is one key too narrow, or the longest row loses its
+    first key."""
+    longest, window = int(case.kv_lens.max()), case.shape.window
+    if isinstance(window, Chunk):
+        shorter = Chunk(min(window.size, longest) - 1)
+        return reference(case, prefix_only=prefix_only, window=shorter)[0]
+    width = min(window or longest, longest)
     return reference(case, prefix_only=prefix_only, window=width - 1)[0]
 
 

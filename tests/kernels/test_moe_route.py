@@ -10,7 +10,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model.config import ExpertChoice
 from paceline.kernels.moe_align import Alignment, max_blocks, moe_align_reference
+from paceline.kernels.moe_choose import moe_choose
 from paceline.kernels.moe_route import Routing, moe_route, moe_route_reference
 
 Run = Callable[[Tensor, int, bool], Routing]
@@ -52,6 +54,12 @@ def their_routing(logits: Tensor, experts_per_token: int, renormalize: bool) -> 
     router.weight = torch.nn.Parameter(torch.eye(num_experts), requires_grad=False)
     _, weights, ids = router(logits)
     return Routing(weights, ids.int())
+
+
+def test_experts_whose_sigmoids_round_to_one_are_told_apart_by_their_logits() -> None:
+    logits = torch.tensor([[30.0, 40.0, -1.0]])
+    found = moe_choose(logits, None, 1, ExpertChoice(sigmoid=True), renormalize=False)
+    assert (found.expert_ids.tolist(), found.weights.tolist()) == ([[1]], [[1.0]])
 
 
 @RUNS

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
 from paceline.runner.recording.recorded import RecordedGraph
 
@@ -119,12 +120,14 @@ def test_a_windowed_request_lists_its_last_keys_alone() -> None:
         ([5, 6], 6, 3, [3, 23]),
         ([5, 6], 8, 4, [4, 24]),
         ([5, 6], 8, 1, [1, 27]),
+        ([5, 6], 8, Chunk(3), [2, 26]),
+        ([5, 6], 7, Chunk(3), [1, 26]),
         ([5, 7], 6, None, [6, 0]),  # not neighbours
         ([0, 1], 6, None, [6, 0]),  # page 0 is padding's
     ],
 )
 def test_a_single_request_in_one_run_of_pages_is_read_in_place(
-    pages: list[int], kv_len: int, window: int | None, extent: list[int]
+    pages: list[int], kv_len: int, window: Lookback | None, extent: list[int]
 ) -> None:
     lists = {
         "extent": torch.full((2,), -1),

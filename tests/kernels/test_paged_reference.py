@@ -11,6 +11,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import (
     PagedCache,
@@ -49,8 +50,8 @@ def sdpa(case: PagedCase, request: int, visible: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
-def test_causal_windowed_rows_equal_sdpa(shape: Shape, window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40, Chunk(17)], ids=str)
+def test_causal_windowed_rows_equal_sdpa(shape: Shape, window: Lookback | None) -> None:
     case = make_case(RAGGED, shape, seed=1)
     out, _ = reference(case, window=window)
     for request, prefix in enumerate(RAGGED.prefix_lens):
@@ -58,7 +59,11 @@ def test_causal_windowed_rows_equal_sdpa(shape: Shape, window: int | None) -> No
         visible = torch.zeros(extend, prefix + extend, dtype=torch.bool)
         for i in range(extend):
             for j in range(prefix + extend):
-                visible[i, j] = j <= prefix + i and (window is None or j > prefix + i - window)
+                if isinstance(window, Chunk):
+                    is_near = j // window.size == (prefix + i) // window.size
+                else:
+                    is_near = window is None or j > prefix + i - window
+                visible[i, j] = j <= prefix + i and is_near
         expected = sdpa(case, request, visible)
         torch.testing.assert_close(out[case.rows_of(request)], expected, rtol=1e-10, atol=1e-12)
 
@@ -250,6 +255,17 @@ def test_tree_window_counts_depth_not_rows() -> None:
     # their parent and themselves.
     visible = torch.zeros(5, 16, dtype=torch.bool)
     for row, keys in enumerate([(10, 11), (11, 12), (11, 13), (12, 14), (13, 15)]):
+        visible[row, list(keys)] = True
+    torch.testing.assert_close(out, sdpa(case, 0, visible), rtol=1e-10, atol=1e-12)
+
+
+def test_tree_chunks_are_cut_by_depth_not_by_row() -> None:
+    case = make_case(BatchSpec(prefix_lens=(11,), extend_lens=(5,)), SHAPES[1], seed=5)
+    rows = case.rows._replace(mask=MaskKind.TREE, tree_mask=TREE)
+    out, _ = paged_attention_reference(case.q, case.cache, rows, Weighing(case.scale, chunk=6))
+    # Positions 11 12 12 13 13: the root is the last of its chunk, and no other row sees it.
+    visible = torch.zeros(5, 16, dtype=torch.bool)
+    for row, keys in enumerate([range(6, 12), (12,), (13,), (12, 14), (13, 15)]):
         visible[row, list(keys)] = True
     torch.testing.assert_close(out, sdpa(case, 0, visible), rtol=1e-10, atol=1e-12)
 

@@ -26,6 +26,7 @@ from paged_runs import (
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model.lookback import Chunk, first_visible
 from paceline.kernels._triton import paged_extend as kernels
 from paceline.kernels.paged_attention import (
     PagedCall,
@@ -48,6 +49,8 @@ SHAPES = {
     "window-below-page": Shape(window=9),
     "window-at-page": Shape(window=16),
     "window-above-page-capped": Shape(window=37, soft_cap=5.0),
+    "chunk-over-a-tile": Shape(window=Chunk(46)),  # of 32 keys, which none of the last rows sees
+    "chunk-of-tiles": Shape(window=Chunk(90), soft_cap=5.0),  # which every row sees
 }
 
 
@@ -167,7 +170,11 @@ def run_splits(
     from paceline.kernels._triton.runtime import SplitConfig
 
     num_reqs, heads, _ = case.q.shape
-    tiles = [math.ceil(length / 16) for length in case.kv_lens.tolist()]
+    window = case.shape.window
+    tiles = [
+        math.ceil((length - first_visible(window, max(length - 1, 0))) / 16)
+        for length in case.kv_lens.tolist()
+    ]
     if shares is None:
         live = [min(splits, math.ceil(count / min_tiles)) for count in tiles]
         firsts = [splits * req for req in range(num_reqs)]
@@ -229,6 +236,12 @@ def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_
     torch.testing.assert_close(lse[live], whole_lse[live], atol=1e-5, rtol=1e-5)
     if live.all():
         assert_matches(case, (out, lse))
+
+
+def test_splits_by_length_go_by_the_keys_of_a_chunk() -> None:
+    """Of 97 keys the last 17, of 43 the first 43 in three tiles."""
+    case = make_case(DECODE, Shape(window=Chunk(80)), seed=19)
+    assert_matches(case, run_splits(case, 0, 1, shares=6))
 
 
 def test_a_merge_of_more_splits_than_it_reads_at_a_time_weighs_them_all() -> None:
@@ -296,6 +309,10 @@ BAD_ARGUMENTS = {
         "prefix_only must be False, as a decode reads its own",
     ),
     "weighing.sinks": (lambda t: torch.ones(3), r"sinks must be None or contiguous float32 \[2\]"),
+    "weighing": (
+        lambda w: w._replace(window=3, chunk=4),
+        "chunk must be None, or at least 1 without a window, got 4, with a window of 3",
+    ),
     "out": (lambda t: t.half(), r"out must be torch.float32 \[3, 2, 64\]"),
     "lse": (lambda t: t.half(), r"lse must be contiguous float32 \[3, 2\], got float16"),
     "lse ": (lambda t: None, r"lse must be contiguous float32 \[3, 2\], got None"),

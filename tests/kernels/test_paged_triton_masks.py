@@ -11,6 +11,7 @@ from paged_runs import CPU, DECODE, RAGGED, assert_matches, run_decode, run_exte
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import decode_splits
 from paceline.kernels.paged_attention.splits import extend_splits
@@ -58,10 +59,10 @@ TREES = BatchSpec(prefix_lens=(45, 0, 17), extend_lens=(6, 21, 1))
 
 
 @pytest.mark.parametrize("prefix_only", [False, True], ids=["all", "prefix"])
-@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("window", [None, 3, 20, Chunk(48)], ids=str)
 @pytest.mark.parametrize("mask", [MaskKind.TREE, MaskKind.FULL, MaskKind.BLOCK])
 def test_other_masks_than_causal_match_reference_and_no_other_mask(
-    mask: MaskKind, window: int | None, prefix_only: bool
+    mask: MaskKind, window: Lookback | None, prefix_only: bool
 ) -> None:
     shape = Shape(num_heads=3, window=window)
     case = make_case(TREES, shape, seed=25, mask=mask)

@@ -31,6 +31,7 @@ CASES = {
     "linear": (64, 10000.0, {"rope_type": "linear", "factor": 8.0}),
     "llama-3.1": (128, 500000.0, LLAMA3),
     "llama-3.2": (64, 500000.0, LLAMA3 | {"factor": 32.0}),
+    "llama-4-scout": (128, 500000.0, LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0}),
     "qwen-yarn": (128, 1000000.0, YARN),
     "yarn-betas": (80, 10000.0, YARN | {"beta_fast": 16, "beta_slow": 2}),
     "yarn-not-truncated": (64, 150000.0, YARN | {"factor": 32.0, "truncate": False}),

@@ -102,7 +102,7 @@ def save_relative(case: str, folder: Path, *, noise: float, seed: int = 5) -> Pa
     """A model of a case of tiny_checkpoints, every parameter shaken by `noise` of its spread."""
 
     def shake(model: transformers.PreTrainedModel) -> None:
-        if case.startswith("llama"):
+        if case.startswith("llama-"):
             soften(model)
         torch.manual_seed(seed)
         for parameter in model.parameters():

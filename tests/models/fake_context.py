@@ -8,6 +8,7 @@ from torch import Tensor
 from paceline.attention.mixers import load_state_backend
 from paceline.attention.states import StateLayer, StateLimits
 from paceline.core.model.config import ModelConfig
+from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows_reference
 from paceline.kernels.rms_norm import rms_norm_reference
@@ -60,7 +61,9 @@ class FakeContext:
         query_at = torch.arange(keys.shape[0] - q.shape[0], keys.shape[0])[:, None]
         key_at = torch.arange(keys.shape[0])[None, :]
         visible = key_at <= query_at
-        if layer.window is not None:
+        if isinstance(layer.window, Chunk):
+            visible &= key_at // layer.window.size == query_at // layer.window.size
+        elif layer.window is not None:
             visible &= key_at > query_at - layer.window
         scores = scores.masked_fill(~visible, float("-inf"))
         weights = _weights(scores.float(), self._sinks[layer_id]).to(q.dtype)

@@ -416,6 +416,34 @@ def test_the_language_part_of_a_mistral_3_is_loaded(tmp_path: Path) -> None:
     assert error < 1e-5
 
 
+def test_the_language_part_of_a_llama_4_is_loaded(tmp_path: Path) -> None:
+    text = tiny_checkpoints.make("llama4_text-chunk11")
+    config = transformers.Llama4Config(
+        text_config=text.config.to_dict(),
+        vision_config={
+            "hidden_size": 8,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_output_dim": 8,
+            "projector_input_dim": 8,
+            "projector_output_dim": 8,
+        },
+    )
+    theirs = transformers.Llama4ForConditionalGeneration(config)
+    theirs.language_model.load_state_dict(text.state_dict())
+    theirs.save_pretrained(tmp_path)
+    ours_config = read_config(tmp_path)
+    ours = load(tmp_path, ours_config)
+    tokens = torch.arange(4, 40)
+    hidden = ours(tokens, torch.arange(36), FakeContext(ours_config)).hidden
+    expected = text(input_ids=tokens[None]).logits[0]
+    error = (ours.logits(hidden) - expected).abs().max() / expected.abs().max()
+    assert error < 1e-5
+
+
 def test_dummy_weights_are_deterministic_finite_and_need_no_files() -> None:
     source = locate("llama-3.2-1b")
     config = parse_config(

@@ -11,7 +11,15 @@ import torch
 import transformers
 
 from paceline.core.errors import ModelError
-from paceline.core.model.config import Heads, ModelConfig, NormKind, RopeKind
+from paceline.core.model.config import (
+    Heads,
+    ModelConfig,
+    NormKind,
+    QKNorm,
+    QueryGrowth,
+    RopeKind,
+)
+from paceline.core.model.lookback import Chunk
 from paceline.layers.rope import rope_frequencies
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names
@@ -28,6 +36,7 @@ LLAMA: dict[str, Any] = {
 }
 QWEN = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 MISTRAL = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
+LLAMA4 = {"model_type": "llama4_text", "num_hidden_layers": 4}
 GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 32}
 PHI = LLAMA | {
     "model_type": "phi3",
@@ -51,6 +60,20 @@ def test_old_and_new_spelling_of_released_models_agree(name: str, tmp_path: Path
 
 def windows(config: ModelConfig) -> tuple[int | None, ...]:
     return tuple(layer.window for layer in config.layers)
+
+
+def test_llama_4_has_rope_and_chunks_in_three_layers_of_four() -> None:
+    config = parse_config(LLAMA4 | {"attn_temperature_tuning": 4, "moe_layers": [1, 3]})
+    assert [layer.window for layer in config.layers] == [Chunk(8192)] * 3 + [None]
+    assert [layer.rope is None for layer in config.layers] == [False] * 3 + [True]
+    assert config.query_growth == QueryGrowth(every=8192, factor=0.1)
+    assert config.moe is not None
+    assert config.moe.layers == (False, True, False, True)
+    assert (config.intermediate_size, config.moe.intermediate_size) == (16384, 8192)
+    plain = {"attn_temperature_tuning": False, "use_qk_norm": False, "moe_layers": []}
+    changed = parse_config(LLAMA4 | plain | {"attention_chunk_size": 131072})
+    assert {layer.window for layer in changed.layers} == {None}
+    assert (changed.query_growth, changed.qk_norm, changed.moe) == (None, QKNorm.NONE, None)
 
 
 def test_llama_31_has_its_published_numbers() -> None:
@@ -336,7 +359,7 @@ def test_phi3_has_the_trained_context_of_its_class() -> None:
 
 
 LINEAR = {"rope_type": "linear"}
-LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 3}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
         {"model_type": "mamba"},
@@ -473,6 +496,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         QWEN | {"model_type": "smollm3", "no_rope_layers": [1, 2, 1]},
         r"no_rope_layers must be a list of 3 times 0 or 1, got \[1, 2, 1\]",
     ),
+    "rope switches of llama4": (
+        LLAMA4 | {"no_rope_layers": [1, 0]},
+        r"no_rope_layers must be a list of 4 times 0 or 1, got \[1, 0\]",
+    ),
+    "layer kinds of llama4": (
+        LLAMA4 | {"layer_types": ["sliding_attention"] * 4},
+        "layer_types must be a list of 4 times full_attention or chunked_attention, got",
+    ),
+    "chunks of llama4 switched off by null": (
+        LLAMA4 | {"attention_chunk_size": None},
+        "attention_chunk_size must be set for chunked_attention layers, got nothing",
+    ),
+    "several experts of llama4": (
+        LLAMA4 | {"num_experts_per_tok": 2},
+        "num_experts_per_tok must be 1, got 2; an input is scaled for one expert",
+    ),
+    "layers with experts of llama4": (
+        LLAMA4 | {"moe_layers": [4]},
+        r"moe_layers must be a list of layers from 0 to 3, got \[4\]",
+    ),
+    "queries of llama4": (
+        LLAMA4 | {"attn_temperature_tuning": "yes"},
+        "attn_temperature_tuning must be true or false, got 'yes'",
+    ),
     "clipped olmo2": (
         LLAMA | {"model_type": "olmo2", "clip_qkv": 8.0},
         "clip_qkv must be absent, got 8.0; OLMo 2 has norms of Q and K in its place",
@@ -491,7 +538,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rope factors": (
         LLAMA | {"rope_scaling": LLAMA3},
-        "high_freq_factor must be above low_freq_factor 4.0, got 4.0",
+        "high_freq_factor must be at least low_freq_factor 4.0, got 3.0",
     ),
     "partial rope": (
         LLAMA | {"partial_rotary_factor": 0.5},

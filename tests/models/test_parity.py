@@ -12,7 +12,15 @@ from fake_context import FakeContext
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.core.model.config import GateOrder, ModelConfig, MoEConfig, RopeConfig, RopeKind
+from paceline.core.model.config import (
+    GateOrder,
+    ModelConfig,
+    MoEConfig,
+    QKNorm,
+    RopeConfig,
+    RopeKind,
+)
+from paceline.core.model.lookback import Chunk, Lookback, most_visible
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
@@ -163,7 +171,7 @@ def test_every_special_feature_matters(pair: Pair) -> None:
         changed = (replace(at, **fields) if at in attending else at for at in layers)
         return {"layers": tuple(changed)}
 
-    def windowed(windows: Iterable[int | None]) -> dict[str, object]:
+    def windowed(windows: Iterable[Lookback | None]) -> dict[str, object]:
         each = zip(layers, windows, strict=True)
         return {"layers": tuple(replace(layer, window=window) for layer, window in each)}
 
@@ -176,10 +184,17 @@ def test_every_special_feature_matters(pair: Pair) -> None:
     if len(pair.config.ropes) > 1:
         changes["local rope"] = each(rope=rope)
     if any(windows):
-        changes["window"] = windowed(window and window + 1 for window in windows)
+        changes["window"] = windowed(map(wider, windows))
         shifted = windows[1:] + windows[:1]
         if shifted != windows:
             changes["which layers"] = windowed(shifted)
+    if any(isinstance(window, Chunk) for window in windows):
+        changes["chunks, not windows"] = windowed(map(most_visible, windows))
+    if pair.config.qk_norm is QKNorm.UNIT:
+        changes["norms without weights"] = {"qk_norm": QKNorm.NONE}
+    if pair.config.query_growth is not None:
+        other = replace(pair.config.query_growth, every=pair.config.query_growth.every + 1)
+        changes["growth of queries"] = {"query_growth": other}
     if pair.config.logit_soft_cap is not None:
         changes["cap"] = {"logit_soft_cap": None}
     if attending and attending[0].soft_cap is not None:
@@ -243,13 +258,19 @@ def other_states(config: ModelConfig) -> dict[str, dict[str, object]]:
     return changed
 
 
+def wider(window: Lookback | None) -> Lookback | None:
+    """By one key."""
+    return Chunk(window.size + 1) if isinstance(window, Chunk) else window and window + 1
+
+
 def other_experts(moe: MoEConfig) -> dict[str, MoEConfig]:
     """The experts with one thing changed that their checkpoint has no say in."""
     fewer = moe.experts_per_token - 1
-    changed = {
-        "normalised routing": replace(moe, renormalize=not moe.renormalize),
-        "number of experts": replace(moe, experts_per_token=fewer),
-    }
+    changed = {"normalised routing": replace(moe, renormalize=not moe.renormalize)}
+    if fewer:
+        changed["number of experts"] = replace(moe, experts_per_token=fewer)
+    if moe.weighs_input:
+        changed["weights of inputs"] = replace(moe, weighs_input=False)
     if moe.choice is not None:
         changed["scale of experts"] = replace(moe, choice=replace(moe.choice, scale=1.01))
         if moe.choice.num_groups > 1:

@@ -392,6 +392,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "mlp_bias": True, "projectors_bias": True}
         | {"mamba_proj_bias": True, "mamba_conv_bias": False},
     ),
+    "llama4_text-chunk11": (
+        "Llama4",
+        _SIZES
+        | _LLAMA
+        | {"num_hidden_layers": 4, "head_dim": 20, "intermediate_size": 28}
+        | {"intermediate_size_mlp": 72, "interleave_moe_layer_step": 2, "num_local_experts": 3}
+        | {"attention_chunk_size": 11, "no_rope_layers": [1, 0, 1, 1], "rope_parameters": _DEFAULT}
+        | {"floor_scale": 7, "attn_scale": 0.4},
+    ),
     "phi3-longrope-long": ("Phi3", longrope(8)),
     "phi3-longrope-short": ("Phi3", longrope(CONTEXT, factor=4.0)),
 }
@@ -405,7 +414,8 @@ def make(case: str) -> transformers.PreTrainedModel:
 
 def make_of(name: str, family: str, settings: dict[str, Any]) -> transformers.PreTrainedModel:
     """The same of a case that no list has; name: its seed."""
-    config_name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
+    has_text = family in ("Gemma3", "Llama4")
+    config_name = f"{family}TextConfig" if has_text else f"{family}Config"
     config = getattr(transformers, config_name)(**settings)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"

@@ -58,6 +58,9 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
         same = can.v_head_dim_differs or dim == v_dim or latents is not None
         need(same, "V head dim", f"that of K ({dim})", v_dim)
     need(can.window or not want.window, "sliding window", "absent", "present")
+    need(can.chunks or not want.chunks, "chunk-local attention", "absent", "present")
+    sees_ahead = want.chunks and MaskKind.BLOCK in want.masks  # nobody says how far, past a chunk
+    need(not sees_ahead, "chunk-local attention beside blocks", "absent", "present")
     has_tree_window = MaskKind.TREE in want.masks and want.window
     need(can.tree_windows or not has_tree_window, "sliding window in a tree", "absent", "present")
     need(can.soft_cap or not want.soft_cap, "soft cap", "absent", "present")

@@ -18,6 +18,7 @@ from typing_extensions import TypeVar
 from paceline.attention.held import tensor_bytes
 from paceline.core.errors import ConfigError
 from paceline.core.model.config import Heads
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
@@ -80,6 +81,7 @@ class Capabilities:
     latent_dims: frozenset[tuple[int, int]] | None = None  # where V lies in K: columns that both
     # have, and those of K alone.  None: head_dims says it all
     step_alone: bool = False  # serves Part.STEP, with a log-sum-exp
+    chunks: bool = False  # layers that see the keys of a token's own chunk, in a tree too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,7 @@ class AttentionConfig:
     kv_dtype: torch.dtype  # of the cache: dtype, or torch.float8_e4m3fn
     page_size: int
     heads: tuple[Heads, ...]  # of its layers, each once; those of most layers first
-    window: bool  # some layer has one
+    window: bool  # some layer has a sliding one
     soft_cap: bool  # some layer has one
     sinks: bool  # some layer has them
     masks: frozenset[MaskKind]
@@ -101,6 +103,7 @@ class AttentionConfig:
     encoder: bool = False  # some layer reads an encoder's rows: Part.PREFIX, at their lengths
     cache_free: bool = False  # some step has no cache: it attends to its own rows alone
     step_alone: bool = False  # Part.STEP is asked for
+    chunks: bool = False  # some layer sees the keys of a token's own chunk alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +117,24 @@ class AttentionSpec:
     head_dim: int
     v_head_dim: int
     scale: float  # multiplies q.k
-    window: int | None  # keys visible, itself included; None = all
+    window: Lookback | None  # keys visible; None = all
     soft_cap: float | None  # cap * tanh(score / cap)
     v_in_k: bool = False  # V is the leading columns of K, and v_cache a view of k_cache
+
+    @property
+    def sliding(self) -> int | None:
+        """The window, for what has no chunks: keys visible, itself included; None = all.
+
+        Raises ConfigError for a layer with chunks, which would be no window of their size.
+        """
+        if isinstance(self.window, Chunk):
+            raise ConfigError.about(
+                f"lookback of layer {self.layer_id}",
+                expected="a sliding window, or none",
+                got=self.window,
+                remedy="take a backend that states chunks, as torch and triton do",
+            )
+        return self.window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +152,7 @@ class Limits:
     max_reqs: int  # padded requests of a step
     max_tokens: int  # padded tokens of a step
     max_pages: tuple[int, ...]  # [num_groups] page-table width
-    windows: tuple[int | None, ...]  # [num_groups] keys visible, itself included; None = all
+    windows: tuple[Lookback | None, ...]  # [num_groups] keys visible; None = all
     page_size: int  # 0 where no layer attends
     share_prefixes: bool = False  # decodes whose view says so read what rows share once
     prefix_alone: bool = False  # forward is asked for Part.PREFIX of causal steps too: the cache is

@@ -122,13 +122,9 @@ class FlashAttentionBackend(
         """
         spec, table, is_whole = layer.spec, plan.table, part is Part.ALL
         assert table.mask is MaskKind.CAUSAL or not is_whole, "a tree is for cascade"
-        window = None
-        if spec.window is not None:
-            window = (
-                (spec.window - 1, 0)
-                if is_whole
-                else prefix_window(spec.window, table, tokens=len(q))
-            )
+        window, sliding = None, spec.sliding
+        if sliding is not None:
+            window = (sliding - 1, 0) if is_whole else prefix_window(sliding, table, tokens=len(q))
         rows = VisibleKeys(
             page_table=table.page_tables[spec.group],
             keys_used=table.kv_lens if is_whole else plan.prefix_used,

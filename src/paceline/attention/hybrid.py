@@ -159,6 +159,7 @@ def _common(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         tree_windows=decode.tree_windows,
         shares_prefixes=decode.shares_prefixes,
         step_alone=prefill.step_alone and decode.step_alone,
+        chunks=prefill.chunks and decode.chunks,
         latent_dims=_both(prefill.latent_dims, decode.latent_dims),
     )
 

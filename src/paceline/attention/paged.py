@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.attention.contract import LayerCache, Part
 from paceline.attention.layouts.page_table import PageTablePlan
+from paceline.core.model.lookback import Chunk, most_visible
 from paceline.kernels.paged_attention import PagedCache, PagedCall, PagedRows, Weighing
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
 
@@ -46,7 +47,15 @@ def weighing_of(layer: LayerCache, part: Part) -> Weighing:
     """How a layer weighs the keys of a part."""
     spec, is_prefix = layer.spec, part is Part.PREFIX
     sinks = None if is_prefix else layer.sinks
-    return Weighing(spec.scale, spec.window, spec.soft_cap, prefix_only=is_prefix, sinks=sinks)
+    is_chunk = isinstance(spec.window, Chunk)
+    return Weighing(
+        spec.scale,
+        None if is_chunk else spec.sliding,
+        spec.soft_cap,
+        prefix_only=is_prefix,
+        sinks=sinks,
+        chunk=most_visible(spec.window) if is_chunk else None,
+    )
 
 
 def attend_cpu(

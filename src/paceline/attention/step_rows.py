@@ -28,6 +28,7 @@ def attend_step(
 
     q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *head_dim], whose
     heads and dims need not be those of the cache.  A window counts positions, as everywhere.
+    Raises ConfigError for a layer with chunks, which are cut by more than the step's own rows.
     by_triton: on a CPU too, by its interpreter.
     """
     spec = layer.spec
@@ -40,7 +41,7 @@ def attend_step(
             q,
             k,
             v,
-            _within(table.tree_mask, extend, spec.window),
+            _within(table.tree_mask, extend, spec.sliding),
             extend_len=extend,
             scale=spec.scale,
             soft_cap=spec.soft_cap,
@@ -60,7 +61,7 @@ def attend_step(
         table.cu_seqlens_q,
         causal=table.mask is MaskKind.CAUSAL,
         scale=spec.scale,
-        window=spec.window,
+        window=spec.sliding,
         window_ahead=False,
         soft_cap=spec.soft_cap,
         blocks=blocks,

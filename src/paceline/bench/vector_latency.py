@@ -19,6 +19,7 @@ from paceline.bench.page import Bars, bars
 from paceline.bench.subject import attention_words, document
 from paceline.core.errors import IntegrityError
 from paceline.core.model.config import LayerSpec, ModelConfig
+from paceline.core.model.lookback import most_visible
 from paceline.core.progress import collect
 from paceline.llm.prepare import Prepared
 from paceline.models.size import weightless
@@ -163,7 +164,7 @@ def text_flops(config: ModelConfig, length: int) -> float | None:
 
 def seen_pairs(spec: LayerSpec, length: int) -> int:
     """Of a query and a key that it sees, in one text."""
-    window = length if spec.window is None else min(spec.window, length)
+    window = min(most_visible(spec.window) or length, length)
     behind = window * length - window * (window - 1) // 2
     return behind if spec.causal else 2 * behind - length
 

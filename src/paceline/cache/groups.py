@@ -1,8 +1,8 @@
 """PagedGroup: the pages requests hold in one cache group, full or windowed.
 
 A windowed group differs in one fact, the first page a query still sees; full attention is the
-window that never ends.  With window w (keys visible, itself included) a query at position p sees
-keys j > p - w.  For page size 4 and window 6:
+window that never ends, and a chunk one that moves by its own size.  With window w (keys visible,
+itself included) a query at position p sees keys j > p - w.  For page size 4 and window 6:
 
     query position            0  5  6  9 10
     first visible key         0  0  1  4  5
@@ -17,6 +17,7 @@ from paceline.cache.pages import PagePool
 from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.core.errors import IntegrityError
 from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.lookback import first_visible, most_visible
 from paceline.core.padding import PAD_PAGE
 
 ROOMY_SHARE = 8  # reserving ahead leaves at least total // ROOMY_SHARE pages free
@@ -131,9 +132,7 @@ class PagedGroup(CacheGroup):
 
     def first_visible_page(self, position: int) -> int:
         """The first page that holds a key visible to a query at `position` or later."""
-        if self._window is None:
-            return 0
-        return max(0, position - self._window + 1) // self._page_size
+        return first_visible(self._window, position) // self._page_size
 
     def pages_to_fit(self, kv_len: int) -> int:
         """Most pages a request alone ever holds on its way to `kv_len` tokens.
@@ -141,10 +140,10 @@ class PagedGroup(CacheGroup):
         A windowed one spans window - 1 keys and one step: n tokens touch (n - 2) // page_size + 2
         pages at the worst alignment.
         """
-        every = self._num_pages(kv_len)
-        if self._window is None:
+        every, most = self._num_pages(kv_len), most_visible(self._window)
+        if most is None:
             return every
-        span = self._window - 1 + self._max_extend_len
+        span = most - 1 + self._max_extend_len
         return min(every, (span - 2) // self._page_size + 2 if span > 1 else 1)
 
     def usable_prefix(self, path: Sequence[Node], limit: int) -> int:

@@ -32,6 +32,8 @@ def moe_choose(
     logits = logits.float()
     scores = logits.sigmoid() if choice.sigmoid else logits.softmax(-1)
     chooses = scores if bias is None else scores + bias
+    if bias is None and choice.num_groups == 1:
+        chooses = logits  # in the order of their scores, of which the largest may round to one
     if choice.num_groups > 1:
         groups = chooses.view(len(logits), choice.num_groups, -1)
         best = groups.topk(choice.best_of_group, dim=-1).values.sum(-1)

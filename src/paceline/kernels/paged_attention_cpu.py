@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.core.model.lookback import Chunk, Lookback, first_visible
 from paceline.core.modes import MaskKind
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.call import SCHEMA, PagedCall, Weighing
+from paceline.kernels.paged_attention.checks import check_lookback
 
 _EXPLICIT_ROWS = 256  # whose scores are in memory at a time
 
@@ -23,14 +25,16 @@ _EXPLICIT_ROWS = 256  # whose scores are in memory at a time
 def paged_attention_cpu(call: PagedCall) -> None:
     """Attention of a step over its paged keys; mutates out and lse.
 
-    Rows that see no key give 0 and -inf.  Recordable.
+    Rows that see no key give 0 and -inf.  Recordable.  Raises KernelArgumentError.
     """
+    check_lookback(call.weighing)
     _PAGED_ATTENTION(*call.flat())
 
 
 def _implementation(*args: Any) -> None:
     (q, cache, step, weighing, out, lse), _ = PagedCall.taken(args)
-    page_table, tree_mask, window = step.page_table, step.tree_mask, weighing.window
+    page_table, tree_mask, most = step.page_table, step.tree_mask, weighing.most_keys
+    lookback = weighing.window if weighing.chunk is None else Chunk(weighing.chunk)
     offsets, prefixes = step.cu_seqlens_q.tolist(), step.prefix_lens.tolist()
     keys, values = _KeyValues(cache.k, page_table), _KeyValues(cache.v, page_table)
     pages = _live_pages(page_table, prefixes, offsets, cache.k.shape[1])
@@ -42,17 +46,17 @@ def _implementation(*args: Any) -> None:
             continue
         rows = slice(offsets[request], offsets[request + 1])
         # From the lowest key the step's first row can see; later rows see none before it.
-        lowest = 0 if window is None else max(0, prefix + 1 - window)
+        lowest = first_visible(lookback, prefix)
         reach = range(lowest, prefix if weighing.prefix_only else prefix + extend)
         visible = None
         # A prompt from its start is what torch's kernel calls causal: no mask to build or read.
-        sees_all_before = step.mask is MaskKind.CAUSAL and (window is None or window >= extend)
+        sees_all_before = step.mask is MaskKind.CAUSAL and (most is None or most >= extend)
         is_causal = is_fused and sees_all_before and reach == range(extend)
         if extend > 1 and not is_causal:
             tree = tree_mask[rows, :extend] if tree_mask is not None else None
             ends = step.visible_end[rows] if step.visible_end is not None else None
             visible = _visible(
-                prefix, extend, reach, kind=step.mask, tree=tree, ends=ends, window=window
+                prefix, extend, reach, kind=step.mask, tree=tree, ends=ends, lookback=lookback
             )
         k = keys.select(request, pages[request], reach).to(q.dtype)
         v = values.select(request, pages[request], reach).to(q.dtype)
@@ -115,7 +119,7 @@ def _visible(
     kind: MaskKind,
     tree: Tensor | None,  # [extend, extend]  bool
     ends: Tensor | None,  # [extend]  int32  of blocks: keys before it are seen
-    window: int | None,
+    lookback: Lookback | None,
 ) -> Tensor:
     """[extend, len(reach)] bool: which keys each row of the step may see.
 
@@ -137,8 +141,11 @@ def _visible(
         visible = keys < ends.unsqueeze(1)
     else:
         visible = keys <= positions.unsqueeze(1)
-    if window is not None:
-        visible = visible & (keys > positions.unsqueeze(1) - window)
+    if isinstance(lookback, Chunk):
+        first = positions // lookback.size * lookback.size
+        visible = visible & (keys >= first.unsqueeze(1))
+    elif lookback is not None:
+        visible = visible & (keys > positions.unsqueeze(1) - lookback)
     return visible
 
 

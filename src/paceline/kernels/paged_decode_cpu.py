@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.padding import PAD_PAGE
 from paceline.kernels.custom_op import Run, define_op
 from paceline.kernels.paged_attention.call import PagedCache, Weighing
@@ -30,19 +31,21 @@ def decode_slots_cpu(
     kv_lens: Tensor,
     *,
     page_size: int,
-    window: int | None,
+    window: Lookback | None,
     extent: Tensor,
     slots: Tensor,
     bias: Tensor,
 ) -> None:
     """List the slots that one query per request reads, densely as [reqs, extent].
 
-    page_table: [reqs, max_pages] int32; kv_lens: [reqs] int32, each at least 1; window: keys
-    visible, itself included.  Mutates extent [2] int64 (the longest reach; the first slot of a
+    page_table: [reqs, max_pages] int32; kv_lens: [reqs] int32, each at least 1; window: of
+    the layers that read them.  Mutates extent [2] int64 (the longest reach; the first slot of a
     single request in one run, else 0), and unless there is such a run slots [capacity] int32 and
     bias [capacity], of which the first reqs * reach entries are written.  Recordable.
     """
-    _DECODE_SLOTS(page_table, kv_lens, page_size, window, extent, slots, bias)
+    chunk = window.size if isinstance(window, Chunk) else None
+    sliding = None if isinstance(window, Chunk) else window
+    _DECODE_SLOTS(page_table, kv_lens, page_size, sliding, chunk, extent, slots, bias)
 
 
 def paged_decode_cpu(
@@ -51,7 +54,8 @@ def paged_decode_cpu(
     """Attend one query per request to the slots that `decode_slots_cpu` listed.
 
     q: [reqs, heads, head_dim]; bias in q's dtype.  Returns [reqs, heads, v_head_dim].  Recordable.
-    A window is in the slots.  Raises KernelArgumentError for a soft cap and for the prefix alone.
+    A window, or a chunk, is in the slots.  Raises KernelArgumentError for a soft cap and for the
+    prefix alone.
     """
     if weighing.soft_cap is not None or weighing.prefix_only:
         raise KernelArgumentError.about(
@@ -70,16 +74,17 @@ def _decode_slots(
     kv_lens: Tensor,
     page_size: int,
     window: int | None,
+    chunk: int | None,
     extent: Tensor,
     slots: Tensor,
     bias: Tensor,
 ) -> None:
-    run = _single_run(page_table, kv_lens, page_size, window)
+    first = _first_keys(kv_lens, window, chunk)
+    run = _single_run(page_table, kv_lens, page_size, first)
     if run is not None:
         extent.copy_(torch.tensor(run))
         return
     reqs = kv_lens.shape[0]
-    first = torch.zeros_like(kv_lens) if window is None else (kv_lens - window).clamp_(min=0)
     reach = kv_lens - first
     longest = int(reach.max())
     columns = torch.arange(longest, dtype=torch.int32)
@@ -92,14 +97,21 @@ def _decode_slots(
     extent.copy_(torch.tensor((longest, 0)))
 
 
+def _first_keys(kv_lens: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    """[reqs] int32: the first key that the last token of each request sees."""
+    if chunk is not None:
+        own = kv_lens - 1
+        return own - own % chunk
+    return torch.zeros_like(kv_lens) if window is None else (kv_lens - window).clamp_(min=0)
+
+
 def _single_run(
-    page_table: Tensor, kv_lens: Tensor, page_size: int, window: int | None
+    page_table: Tensor, kv_lens: Tensor, page_size: int, first_keys: Tensor
 ) -> tuple[int, int] | None:
     """(reach, first slot) of a single request whose live pages are neighbours, not page 0."""
     if kv_lens.shape[0] != 1:
         return None
-    kv_len = int(kv_lens)
-    first = 0 if window is None else max(0, kv_len - window)
+    kv_len, first = int(kv_lens), int(first_keys)
     pages = page_table[0, first // page_size : -(-kv_len // page_size)].tolist()
     if pages[0] == PAD_PAGE or pages != list(range(pages[0], pages[0] + len(pages))):
         return None
@@ -177,7 +189,7 @@ def _with_sinks(
 
 
 _DECODE_SLOTS = define_op(
-    "decode_slots_cpu(Tensor page_table, Tensor kv_lens, int page_size, int? window, "
+    "decode_slots_cpu(Tensor page_table, Tensor kv_lens, int page_size, int? window, int? chunk, "
     "Tensor(a!) extent, Tensor(b!) slots, Tensor(c!) bias) -> ()",
     cpu=_decode_slots,
 )

@@ -19,6 +19,7 @@ from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
 from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.model.config import LayerSpec, ModelConfig
+from paceline.core.model.lookback import Chunk
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows
 from paceline.kernels.ragged_attention import ragged_attention
 from paceline.kernels.rope import Rope
@@ -126,6 +127,7 @@ class StepContext:
         by_triton: on a CPU too.  Returns [padded_tokens, num_heads, v_head_dim].
         """
         assert not spec.causal, "a layer that looks back alone has a cache"
+        assert not isinstance(spec.window, Chunk), "chunks are of layers that look back alone"
         cu = self.view.cu_seqlens_q
         out, _ = ragged_attention(
             q,

@@ -61,6 +61,7 @@ class SparseMLP(nn.Module):
         inter = parallel.share(moe.intermediate_size, "intermediate_size")
         self.experts_per_token = moe.experts_per_token
         self.renormalize = moe.renormalize
+        self.weighs_input = moe.weighs_input
         self.choice = moe.choice
         self.choice_bias: nn.Parameter | None = None  # [experts]  float32
         if moe.choice is not None and moe.choice.biased:
@@ -83,12 +84,15 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        routing = self._route(self.router(x))
+        routing, given = self._route(self.router(x)), x
         format_, weight = self.held.format, self.held.weight
+        if self.weighs_input:
+            given = x * routing.weights.to(x.dtype)
+            routing = routing._replace(weights=torch.ones_like(routing.weights))
         if self.shared is None:
-            return format_.apply(x, routing, weight, self.gate)
+            return format_.apply(given, routing, weight, self.gate)
         # Ahead of the experts: its weight does not wait for the routing.
-        return format_.apply_plus(x, routing, weight, self.gate, self.shared(x))
+        return format_.apply_plus(given, routing, weight, self.gate, self.shared(x))
 
     def _route(self, logits: Tensor) -> Routing:
         if self.choice is None:

@@ -93,7 +93,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
     Let `turns` be the rotations within the original context.  Above high_freq_factor a frequency
     stays, below low_freq_factor it is divided by the factor, between them it is interpolated
-    linearly in `turns`.
+    linearly in `turns`; where both are one (Llama 4) nothing lies between.
     """
     assert rope.original_max_position is not None, "llama3 rope without its original context"
     turns = rope.original_max_position * plain / (2 * math.pi)

@@ -4,6 +4,7 @@ from inspect import signature
 from typing import Any
 
 from paceline.core.model.config import Heads, LayerSpec, RopeConfig
+from paceline.core.model.lookback import Lookback
 
 
 def with_layers(shared: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def alike(
     rope: RopeConfig,
     rope_local: RopeConfig | None = None,  # of windowed layers where it differs (gemma3)
     unrotated_layers: tuple[int, ...] = (),  # whose Q and K no rope turns
-    layer_windows: tuple[int | None, ...],  # [num_layers]
+    layer_windows: tuple[Lookback | None, ...],  # [num_layers]
     attention_scale: float,
     attention_soft_cap: float | None = None,
     attention_sinks: bool = False,

@@ -146,8 +146,8 @@ def _rope(fields: Fields, params: Mapping[str, Any], *, theta: float, where: str
 
 def _llama3(fields: Fields, own: Fields, theta: float) -> RopeConfig:
     low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
-    if high <= low:
-        own.fail("high_freq_factor", f"above low_freq_factor {low}", high)
+    if high < low:  # equal ones are a step: Llama 4
+        own.fail("high_freq_factor", f"at least low_freq_factor {low}", high)
     return RopeConfig(
         kind=RopeKind.LLAMA3,
         theta=theta,

@@ -35,7 +35,7 @@ def build_prenorm(
     formats: WeightFormats = DENSE,
     exchange: Exchange | None = None,
     layer: Callable[..., nn.Module] = PreNormLayer,
-    attention: type[SelfAttention] = SelfAttention,
+    attention: Callable[..., SelfAttention] = SelfAttention,
     mixers: Mapping[str, type[nn.Module]] = NO_MIXERS,
     named: NameLayer = name_prenorm,
     embedding_scale: float | None = None,
@@ -58,7 +58,8 @@ def build_prenorm(
         )
     if config.qk_norm is QKNorm.ROW:
         attention = RowNormedAttention
-    blocks = {SOFTMAX: attention if config.latent is None else LatentAttention, **mixers}
+    attends = attention if config.latent is None else LatentAttention
+    blocks: dict[str, Callable[..., nn.Module]] = {SOFTMAX: attends, **mixers}
     layers = _layers(config, parallel, placement, tables=tables, layer=layer, blocks=blocks)
     decoder = Decoder(embedding, layers, hidden_norm(config, placement), named=named)
     return CausalLM(config, decoder, parallel=parallel, placement=placement)
@@ -71,7 +72,7 @@ def _layers(
     *,
     tables: Sequence[Tensor | None],
     layer: Callable[..., nn.Module],
-    blocks: Mapping[str, type[nn.Module]],
+    blocks: Mapping[str, Callable[..., nn.Module]],
 ) -> list[nn.Module]:
     by_row = config.qk_norm is QKNorm.ROW
 
@@ -90,7 +91,8 @@ def _layers(
         heads, dim = spec.heads, spec.heads.head_dim
         q = parallel.share(heads.num_heads, "num_heads")
         kv = parallel.share_kv(heads.num_kv_heads, "num_kv_heads")
-        norms = None if config.qk_norm is QKNorm.NONE else (norm(q, dim), norm(kv, dim))
+        has_none = config.qk_norm in (QKNorm.NONE, QKNorm.UNIT)
+        norms = None if has_none else (norm(q, dim), norm(kv, dim))
         return {"cos_sin": tables[layer_id], "qk_norms": norms}
 
     def make(layer_id: int) -> nn.Module:

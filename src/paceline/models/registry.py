@@ -15,6 +15,7 @@ from paceline.models import (
     granite,
     granitemoehybrid,
     llama,
+    llama4_text,
     mamba2,
     minicpm3,
     mistral,
@@ -38,8 +39,9 @@ from paceline.models.architecture import Architecture
 
 _FILES = (
     *(bert, deepseek_v2, deepseek_v3, exaone4, falcon_h1, gemma, gemma2, gemma3_text),
-    *(glm4_moe_lite, gpt_oss, granite, granitemoehybrid, llama, mamba2, minicpm3, mistral),
+    *(glm4_moe_lite, gpt_oss, granite, granitemoehybrid, llama, llama4_text, mamba2, minicpm3),
     *(
+        mistral,
         mixtral,
         mllama_text_model,
         modernbert,

@@ -19,6 +19,7 @@ from paceline.core.errors import BackendUnsupported
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model.cache_groups import usual_state_every
 from paceline.core.model.config import LayerSpec, ModelConfig
+from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 from paceline.core.options.engine_options import EngineOptions, known
 from paceline.plan.speculation import Speculation, shape_of
@@ -133,7 +134,8 @@ def attention_config(
         kv_dtype=torch_kv_dtype(known(options.kv_cache_dtype)),
         page_size=known(options.page_size),
         heads=config.heads,
-        window=any(layer.window is not None for layer in config.layers),
+        window=any(isinstance(layer.window, int) for layer in config.layers),
+        chunks=any(isinstance(layer.window, Chunk) for layer in config.layers),
         soft_cap=any(layer.soft_cap is not None for layer in config.layers),
         sinks=any(layer.sinks for layer in config.layers),
         masks=masks,

@@ -12,6 +12,7 @@ from itertools import combinations
 import pytest
 from named_cell import run_named
 
+from paceline.core.model.lookback import Chunk
 from paceline.proof.check.cell import Status
 from paceline.proof.check.matrix import BACKENDS, RUNNERS, Cell, absence
 from paceline.proof.suite.case import Case
@@ -30,7 +31,8 @@ def traits(case: Case) -> set[tuple[str, object]]:
         ("mask", case.mask(case.batches[0])),
         ("page size", case.page_size),
         ("group", case.num_heads // case.num_kv_heads),
-        ("window", any(layer.window is not None for layer in case.layers)),
+        ("window", any(isinstance(layer.window, int) for layer in case.layers)),
+        ("chunks", any(isinstance(layer.window, Chunk) for layer in case.layers)),
         ("layers", len(case.layers)),
         ("layout", case.layout),
         ("dtype", case.kv_dtype or case.dtype),

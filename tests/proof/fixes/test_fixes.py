@@ -123,7 +123,7 @@ def test_fixes_touch_every_layout_mode_and_runner():
     }
     assert {part[3] for part in parts} >= {"eager", "recorded"}
     assert {part[1] for part in parts} >= {"torch", "triton", "flashinfer", "fa4"}
-    assert {part[0] for part in parts} == {"dense", "swa", "mla", "embed"}
+    assert {part[0] for part in parts} == {"dense", "swa", "chunk", "mla", "embed"}
     assert modules >= {
         "paceline.attention.layouts.csr",
         "paceline.kernels.derive",

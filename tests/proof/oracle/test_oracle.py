@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import paceline.proof
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.proof.oracle.batch_data import BatchData
 from paceline.proof.oracle.inputs import make_inputs
 from paceline.proof.oracle.methods.softmax import attend, attend_both, visible_keys
@@ -55,6 +56,16 @@ def test_windowed_attention_is_torchs() -> None:
         prefix, extend = batch.prefix_lens[request], batch.extend_lens[request]
         ones = torch.ones(extend, prefix + extend, dtype=torch.bool)
         allowed = ones.tril(prefix) & ones.triu(prefix - 3)
+        torch.testing.assert_close(out, torch_attention(case, data, request, allowed))
+
+
+def test_chunked_attention_is_torchs() -> None:
+    case = replace(PLAIN, layers=(Layer(Chunk(4)),))
+    batch, data = case.batches[0], make_inputs(case, 0)
+    for request, out in enumerate(by_request(batch, attend(case, batch, data, 0))):
+        prefix, kv_len = batch.prefix_lens[request], batch.kv_lens[request]
+        at = torch.arange(kv_len)
+        allowed = (at <= at[prefix:, None]) & (at // 4 == at[prefix:, None] // 4)
         torch.testing.assert_close(out, torch_attention(case, data, request, allowed))
 
 
@@ -111,10 +122,12 @@ def test_a_node_of_a_tree_sees_what_its_branch_would_as_a_chain() -> None:
         (0, 4, 2, [7, 10]),  # depth 2, position 8: the parent is at 7
         (0, 2, 3, [5, 6, 8]),  # depth 1, position 7, in slot 8
         (1, 4, 1, [15]),
+        (0, 4, Chunk(8), [10]),  # depth 2, position 8: its branch lies in the chunk before
+        (0, 1, Chunk(8), [0, 1, 2, 3, 4, 5, 6, 7]),  # depth 1, position 7
     ],
 )
 def test_tree_rows_see_prefix_and_ancestors_by_position(
-    request_: int, row: int, window: int | None, seen: list[int]
+    request_: int, row: int, window: Lookback | None, seen: list[int]
 ) -> None:
     case = replace(TREE, layers=(Layer(window),))
     assert visible_keys(case, case.batches[0], 0, request_, row) == seen

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 from paceline.proof.oracle.methods.softmax import visible_keys
 from paceline.proof.rig.placement import place
@@ -44,12 +45,17 @@ def test_titles_are_safe_in_ids():
     assert which(lambda case: not case.name.replace("-", "").replace("_", "").isalnum()) == []
 
 
-def test_method_says_whether_a_layer_has_a_window():
-    def has_window(case):
-        return any(layer.window for layer in case.layers)
+def test_method_says_whether_a_layer_has_a_window_or_chunks():
+    def method(case):
+        kinds = {type(layer.window) for layer in case.layers}
+        return "chunk" if Chunk in kinds else "swa" if int in kinds else None
 
     ours = [case for case in CASES if case.method != "embed"]
-    assert which(lambda case: (case.method == "swa") != has_window(case), ours) == []
+    named = ("swa", "chunk")
+    assert (
+        which(lambda case: (case.method if case.method in named else None) != method(case), ours)
+        == []
+    )
 
 
 def test_every_case_replays_its_step_twice():
@@ -189,20 +195,20 @@ def test_requests_of_a_shared_prefix_share_a_page_at_capture():
 
 
 def test_quick_cases_are_few_and_short():
-    assert 60 <= len(QUICK) <= 125
+    assert 60 <= len(QUICK) <= 132
     assert which(lambda case: case.max_kv_len > 260 and case.num_heads > 2, QUICK) == []
     assert which(lambda case: case.max_kv_len > 650, QUICK) == []
 
 
 def test_interpreted_cases_are_tiny():
     tiny = [case for case in CASES if case.is_interpreted]
-    assert 12 <= len(tiny) <= 25
+    assert 12 <= len(tiny) <= 28
     assert which(lambda case: case.max_kv_len > 40 or case.captured_reqs > 4, tiny) == []
     assert which(lambda case: case.dtype == "bfloat16", tiny) == []
 
 
 def test_all_cases_are_bounded():
-    assert 300 <= len(CASES) <= 460
+    assert 300 <= len(CASES) <= 475
 
 
 @pytest.mark.parametrize("among", [QUICK, [case for case in CASES if case.is_interpreted]])

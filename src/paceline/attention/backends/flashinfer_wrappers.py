@@ -54,11 +54,12 @@ def window_left(spec: AttentionSpec, shape: StepShape) -> int | None:
     alone query i of n is where query i - n of the step would be.  In a tree a position is no row.
     Without a causal mask a schedule covers a window and one tile of keys: queries must fit a tile.
     """
-    if spec.window is None:
+    window = spec.sliding
+    if window is None:
         return -1
     if shape.part is Part.ALL:
-        return spec.window - 1
-    left = spec.window - 1 - shape.rows
+        return window - 1
+    left = window - 1 - shape.rows
     can_say = left >= 0 and shape.rows <= SMALLEST_TILE and shape.mask is MaskKind.CAUSAL
     return left if can_say else None
 

@@ -16,6 +16,7 @@ from paceline.attention.contract import (
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.paged import attend_cpu, cache_of, weighing_of
 from paceline.attention.step_rows import attend_step
+from paceline.core.model.lookback import Lookback, most_visible
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
 from paceline.kernels.step_view import StepView
@@ -25,7 +26,7 @@ from paceline.kernels.step_view import StepView
 class GroupSlots:
     """Which slots a decode step reads in one cache group; see kernels.paged_decode_cpu."""
 
-    window: int | None
+    window: Lookback | None
     page_size: int
     extent: Tensor  # [2]  int64  keys of the longest reach; first slot of a single run, or 0
     slots: Tensor  # [max_reqs * max reach]  int32
@@ -62,6 +63,7 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
         host_plan=False,
         loads_dead_slots=False,
         step_alone=True,
+        chunks=True,
     )
 
     def make_buffers(self, limits: Limits) -> tuple[GroupSlots, ...]:
@@ -69,7 +71,7 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
         made = []
         for width, window in zip(limits.max_pages, limits.windows, strict=True):
             reach = width * limits.page_size
-            capacity = limits.max_reqs * (reach if window is None else min(window, reach))
+            capacity = limits.max_reqs * min(most_visible(window) or reach, reach)
             made.append(
                 GroupSlots(
                     window=window,

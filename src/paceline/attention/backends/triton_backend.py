@@ -71,6 +71,7 @@ class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
         v_head_dim_differs=True,
         masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE, MaskKind.FULL, MaskKind.BLOCK}),
         window=True,
+        chunks=True,
         soft_cap=True,
         sinks=True,
         returns_lse=True,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from paceline.core.dtypes import ELEMENT_BYTES
 from paceline.core.errors import ConfigError
 from paceline.core.model.config import SOFTMAX, Cached, CacheKind, ModelConfig, RowPart
+from paceline.core.model.lookback import Chunk, Lookback, in_order
 
 READ, WRITE, CHECKPOINT = range(3)  # a STATE group's page table: slots of a request
 NUM_SLOT_COLUMNS = 3
@@ -18,10 +19,10 @@ _LENGTH_BYTES = 4  # what each slot of a STATE group says it stands for
 class CacheGroupSpec:
     """Layers that share page size, lifetime and what is held of a token."""
 
-    name: str  # "full" or "window-1024"; of a drafter: "draft-full"; "full-3" where layers from
-    # 3 on cache other rows than those of another full group
+    name: str  # "full", "window-1024" or "chunk-8192"; of a drafter: "draft-full"; "full-3" where
+    # layers from 3 on cache other rows than those of another full group
     layer_ids: tuple[int, ...]  # of the model the group belongs to
-    window: int | None  # keys visible, itself included; None = all
+    window: Lookback | None  # keys visible; None = all
     page_size: int  # tokens
     parts: tuple[RowPart, ...]
     mixer: str = SOFTMAX  # of its layers
@@ -99,8 +100,10 @@ def cache_group_specs(
 
     kinds = list(CacheKind)
 
-    def place(kind: CacheKind, mixer: str, window: int | None) -> tuple[int, str, bool, int]:
-        return kinds.index(kind), mixer, window is not None, window or 0
+    def place(
+        kind: CacheKind, mixer: str, window: Lookback | None
+    ) -> tuple[int, str, tuple[int, int]]:
+        return kinds.index(kind), mixer, in_order(window)
 
     groups = sorted(members.items(), key=lambda member: place(*member[0][:3]))
     names = [_group_name(*alike[:3]) for alike, _ in groups]
@@ -120,12 +123,14 @@ def cache_group_specs(
     )
 
 
-def _group_name(kind: CacheKind, mixer: str, window: int | None) -> str:
+def _group_name(kind: CacheKind, mixer: str, window: Lookback | None) -> str:
     """Of a cache group; where several would have one, the first layer's number follows."""
     if kind is CacheKind.STATE:
         return mixer
     if kind is CacheKind.ENCODER:
         return "encoder"
+    if isinstance(window, Chunk):
+        return f"chunk-{window.size}"
     return "full" if window is None else f"window-{window}"
 
 

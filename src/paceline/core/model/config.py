@@ -7,6 +7,7 @@ from enum import Enum, StrEnum
 from itertools import accumulate
 from typing import NamedTuple
 
+from paceline.core.model.lookback import Lookback
 from paceline.core.modes import End, Pooling
 
 HIDDEN_ACTS = {  # config.json's name of a gated activation -> the kernel's
@@ -97,6 +98,7 @@ class QKNorm(Enum):
     NONE = "none"
     HEAD = "head"  # over each head
     ROW = "row"  # over all heads of a token
+    UNIT = "unit"  # over each head, without a weight; where Q and K turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,8 @@ class MoEConfig:
     swiglu_alpha: float = 1.0
     swiglu_limit: float | None = None
     swiglu_up_offset: float = 0.0
+    weighs_input: bool = False  # a token's weight multiplies what its one expert takes, not what it
+    # returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +192,15 @@ class SideMultipliers:
     down: float  # of what that block adds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Queries that grow with their position p, by 1 + factor * ln(1 + floor((p + 1) / every)), so
+    that scores stay as sharp over a longer context (Llama 4)."""
+
+    every: int  # tokens
+    factor: float
+
+
 class CacheKind(StrEnum):
     """How a cache group grows, is found again, and is undone."""
 
@@ -247,7 +260,7 @@ class Cached(NamedTuple):
 
     kind: CacheKind
     mixer: str
-    window: int | None  # keys visible; None: all
+    window: Lookback | None  # None: all keys are visible
     parts: tuple[RowPart, ...]
 
 
@@ -258,7 +271,7 @@ class LayerSpec:
     mixer: str = SOFTMAX  # beside another kind a layer may attend too: then it has heads
     heads: Heads = NO_HEADS
     scale: float = 1.0  # multiplies q.k
-    window: int | None = None  # keys visible, itself included; None = all
+    window: Lookback | None = None  # keys visible; None = all
     soft_cap: float | None = None  # cap * tanh(score / cap)
     sinks: bool = False  # one more score per head, which adds no value
     rope: RopeConfig | None = None  # None: nothing turns Q and K
@@ -372,6 +385,7 @@ class ModelConfig:
     max_encoder_len: int = 0  # rows that an encoder makes of what a request brings, at most
     encoder_input: EncoderInputConfig | None = None  # what that is; None: requests bring nothing
     position_rows: int = 0  # of a decoder's table of learned positions; 0: there is none
+    query_growth: QueryGrowth | None = None  # of layers without rope
 
     @property
     def num_layers(self) -> int:

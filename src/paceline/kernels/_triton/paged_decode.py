@@ -114,6 +114,7 @@ def _at_slot(
     num_reqs,
     shares,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -126,6 +127,8 @@ def _at_slot(
     visible = lens
     if WINDOW is not None:
         visible = tl.minimum(lens, WINDOW)
+    if CHUNK is not None:
+        visible = lens - tl.maximum(lens - 1, 0) // CHUNK * CHUNK
     shared_lens = tl.zeros([BLOCK_REQS], tl.int32)
     if shared_lens_ptr is not None:
         shared_lens = tl.load(shared_lens_ptr + reqs, mask=is_req, other=0)
@@ -182,6 +185,7 @@ def _decode_kernel(
     shares,  # by length: of all tiles
     chunks,  # of a shared prefix at most
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_TILES: tl.constexpr,
@@ -208,8 +212,8 @@ def _decode_kernel(
         first_slot = req * splits
     else:
         at, kv_len, shared_len, first_slot, live_splits = _at_slot(
-            tl.program_id(1), kv_lens_ptr, shared_lens_ptr, num_reqs, shares, WINDOW, BLOCK_REQS,
-            BLOCK_KEYS, MIN_TILES,
+            tl.program_id(1), kv_lens_ptr, shared_lens_ptr, num_reqs, shares, WINDOW, CHUNK,
+            BLOCK_REQS, BLOCK_KEYS, MIN_TILES,
         )  # fmt: skip
         if live_splits == 0:
             return
@@ -218,9 +222,12 @@ def _decode_kernel(
     first = 0
     if WINDOW is not None:
         first = tl.maximum(kv_len - WINDOW, 0)
+    if CHUNK is not None:
+        first = tl.maximum(kv_len - 1, 0) // CHUNK * CHUNK
     if shared_lens_ptr is not None:
         tl.static_assert(BLOCK_REQS is not None, "few requests share nothing")
         tl.static_assert(WINDOW is None, "a window slides out of what is shared")
+        tl.static_assert(CHUNK is None, "a chunk leaves what is shared")
         first = shared_len
     if BLOCK_REQS is None:
         # Fewer splits than were launched where a request is too short to keep them busy.
@@ -366,6 +373,7 @@ def launch_paged_decode(
         shares or 0,
         chunks,
         WINDOW=weighing.window,
+        CHUNK=weighing.chunk,
         SOFT_CAP=weighing.soft_cap,
         GROUP=group,
         HEAD_TILES=head_tiles,

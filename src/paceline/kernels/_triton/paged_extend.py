@@ -165,6 +165,7 @@ def launch_paged_extend(
     constants = {
         "MASK": reqs.mask.value,
         "WINDOW": weighing.window,
+        "CHUNK": weighing.chunk,
         "NODES": block_nodes(reqs.max_extend_len) if reqs.mask is MaskKind.TREE else None,
         "SOFT_CAP": weighing.soft_cap,
         "PREFIX_ONLY": weighing.prefix_only,

@@ -64,6 +64,7 @@ def _attend_keys(
     scale,
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     NODES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -104,7 +105,8 @@ def _attend_keys(
         if MASKED:
             visible = visible_keys(
                 keys, live, query_position, token, row_live, tree_bits, visible_end, tree_mask_ptr,
-                stride_tree_token, token_begin, prefix_len, extend_len, MASK, WINDOW, NODES,
+                stride_tree_token, token_begin, prefix_len, extend_len, MASK, WINDOW, CHUNK,
+                NODES,
             )  # fmt: skip
             scores = tl.where(visible, scores, float("-inf"))
         if V_IN_K:
@@ -207,6 +209,7 @@ def paged_extend_kernel(
     most,  # and those of more
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     NODES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PREFIX_ONLY: tl.constexpr,
@@ -268,7 +271,7 @@ def paged_extend_kernel(
             tree_bits = tree_bits_of(
                 tree_mask_ptr, token, row_live, extend_len, stride_tree_token, NODES
             )
-        if WINDOW is not None:
+        if WINDOW is not None or CHUNK is not None:
             query_position = prefix_len + tree_depths(
                 tree_mask_ptr, token, row_live, extend_len, stride_tree_token
             )
@@ -277,6 +280,8 @@ def paged_extend_kernel(
     begin = 0
     if WINDOW is not None:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
+    if CHUNK is not None:
+        begin = first_position // CHUNK * CHUNK
     # Tiles are dealt to the splits in turn, as in a decode; a single one masks only its last tiles.
     first = begin + split * BLOCK_KEYS
     page_row_ptr = page_table_ptr + req * stride_page_table_req
@@ -307,7 +312,12 @@ def paged_extend_kernel(
     elif MASK == "block":  # nobody sees less than under a causal mask
         end = tl.minimum(end, tl.max(visible_end, axis=0))
         full_end = tl.minimum(end, first_position + 1)
-    full_end = full_end // BLOCK_KEYS * BLOCK_KEYS
+    if CHUNK is None:
+        full_end = full_end // BLOCK_KEYS * BLOCK_KEYS
+    else:  # every row sees them only where no row lies in a later chunk
+        is_one = tl.max(query_position, axis=0) < begin + CHUNK
+        seen_by_all = tl.where(is_one, tl.maximum(full_end - begin, 0), 0)
+        full_end = begin + seen_by_all // BLOCK_KEYS * BLOCK_KEYS
 
     live_splits = 1
     if IS_SPLIT:
@@ -339,9 +349,9 @@ def paged_extend_kernel(
                 q, q_rest, k_head_ptr, v_head_ptr, tree_mask_ptr,
                 stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
                 token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
-                MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
-                DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
-                LOADS_FIRST, MASKED=False,
+                MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K,
+                BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES,
+                WIDEN, LOADS_FIRST, MASKED=False,
             )  # fmt: skip
             page = next_page
         first = full_end
@@ -352,9 +362,9 @@ def paged_extend_kernel(
             q, q_rest, k_head_ptr, v_head_ptr, tree_mask_ptr,
             stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
             token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
-            MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
-            DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
-            LOADS_FIRST, MASKED=True,
+            MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K,
+            BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES,
+            WIDEN, LOADS_FIRST, MASKED=True,
         )  # fmt: skip
         page = next_page
 

@@ -63,6 +63,7 @@ def visible_keys(
     extend_len,
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     NODES: tl.constexpr,
 ):
     """[rows, keys] bool: which keys each row sees."""
@@ -84,12 +85,15 @@ def visible_keys(
         else:
             is_ancestor = (tree_bits[:, None] >> (node & 63)[None, :]) & 1
         visible = visible & ((node < 0)[None, :] | (is_ancestor != 0))
-        if WINDOW is not None:
+        if WINDOW is not None or CHUNK is not None:
             key_token = token_begin.to(tl.int64) + node
             depth = tree_depths(tree_mask_ptr, key_token, in_step, extend_len, stride_tree_token)
             key_position = tl.where(in_step, prefix_len + depth, keys)
     if WINDOW is not None:
         visible = visible & (key_position[None, :] > query_position[:, None] - WINDOW)
+    if CHUNK is not None:
+        first_key = query_position // CHUNK * CHUNK
+        visible = visible & (key_position[None, :] >= first_key[:, None])
     return visible
 
 

@@ -12,7 +12,7 @@ SCHEMA = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k_scale, Tensor? v_scale, "
     "Tensor page_table, Tensor prefix_lens, Tensor kv_lens, Tensor cu_seqlens_q, "
     "int max_extend_len, Tensor? tree_mask, str mask, Tensor? visible_end, "
-    "float scale, int? window, float? soft_cap, bool prefix_only, Tensor? sinks, "
+    "float scale, int? window, float? soft_cap, bool prefix_only, Tensor? sinks, int? chunk, "
     "Tensor(a!) out, Tensor(b!)? lse"
 )
 _MASKS = {mask.value: mask for mask in MaskKind}
@@ -55,6 +55,13 @@ class Weighing(NamedTuple):
     soft_cap: float | None = None
     prefix_only: bool = False  # without the step's own keys; a window counts from the query
     sinks: Tensor | None = None  # [heads]  float32
+    chunk: int | None = None  # tokens: a query sees the keys from the last multiple of it that is
+    # not behind the query; without a window
+
+    @property
+    def most_keys(self) -> int | None:
+        """That a query sees at most, its own included; None: all."""
+        return self.window if self.chunk is None else self.chunk
 
 
 class PagedCall(NamedTuple):
@@ -79,14 +86,14 @@ class PagedCall(NamedTuple):
         """The call that `args` begin with, and what is behind it."""
         q, k, v, k_scale, v_scale, page_table, prefix_lens, kv_lens, cu_seqlens_q = args[:9]
         longest, tree_mask, mask, visible_end = args[9:13]
-        scale, window, soft_cap, prefix_only, sinks, out, lse = args[13:20]
+        scale, window, soft_cap, prefix_only, sinks, chunk, out, lse = args[13:21]
         lens = (prefix_lens, kv_lens, cu_seqlens_q, longest)
         call = PagedCall(
             q,
             PagedCache(k, v, k_scale, v_scale),
             PagedRows(page_table, *lens, tree_mask, _MASKS[mask], visible_end),
-            Weighing(scale, window, soft_cap, prefix_only, sinks),
+            Weighing(scale, window, soft_cap, prefix_only, sinks, chunk),
             out,
             lse,
         )
-        return call, args[20:]
+        return call, args[21:]

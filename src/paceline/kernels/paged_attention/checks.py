@@ -6,8 +6,9 @@ Values are never looked at: that would synchronise.
 import torch
 from torch import Tensor
 
+from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import reject
-from paceline.kernels.paged_attention.call import PagedCache, PagedCall
+from paceline.kernels.paged_attention.call import PagedCache, PagedCall, Weighing
 
 FP8 = torch.float8_e4m3fn  # the one quantised cache format
 
@@ -17,6 +18,7 @@ def check_call(call: PagedCall, num_reqs: int) -> None:
     _check_cache(call.q, call.cache)
     _check_scales(call.cache)
     _check_sinks(call.q, call.weighing.sinks)
+    check_lookback(call.weighing)
     _check_page_table(call.rows.page_table, num_reqs)
     _check_outputs(call)
 
@@ -87,6 +89,18 @@ def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
             expected=f"None or contiguous float32 [{q.shape[1]}]",
             got=sinks,
             remedy="pass the layer's sinks, one score per query head",
+        )
+
+
+def check_lookback(weighing: Weighing) -> None:
+    """A window, or chunks of a token and more, or neither."""
+    window, chunk = weighing.window, weighing.chunk
+    if chunk is not None and (window is not None or chunk < 1):
+        raise KernelArgumentError.about(
+            "chunk",
+            expected="None, or at least 1 without a window",
+            got=f"{chunk}, with a window of {window}",
+            remedy="a layer's queries look back in one way; see attention/paged.py",
         )
 
 

@@ -34,7 +34,7 @@ def paged_decode(
     kv_lens are read, as under any mask a single row sees itself.  Mutates out, lse and the
     workspace.  kv_len 0 gives out 0, lse −inf.
     shared: what `find_shared` found for these rows: such prefixes are read once for several
-    requests.  Few requests, and windows, read for each all the same.
+    requests.  Few requests, windows and chunks read for each all the same.
     Graph-safe: grids depend on padded sizes only; no host sync.  Raises KernelArgumentError.
     """
     q, cache, rows, weighing = call[:4]
@@ -48,7 +48,7 @@ def paged_decode(
             got="True",
             remedy="call paged_extend for the prefix alone",
         )
-    max_keys = most_keys(rows.page_table, cache.k, weighing.window)
+    max_keys = most_keys(rows.page_table, cache.k, weighing.most_keys)
     kv_heads = cache.k.shape[2]
     splits = decode_splits(num_reqs, kv_heads, max_keys=max_keys, device=q.device)
     shares = decode_shares(num_reqs, kv_heads, max_keys=max_keys, device=q.device)
@@ -56,7 +56,7 @@ def paged_decode(
     if shares is not None:
         partials = splits = decode_slots(num_reqs, shares)
     chunks = 0
-    if shared is not None and shares is not None and weighing.window is None:
+    if shared is not None and shares is not None and weighing.most_keys is None:
         chunks = shared_chunks(num_reqs, num_heads, kv_heads, q.device)
     partials += num_reqs * chunks
     check_workspace(workspace, partials, num_reqs, num_heads, cache.v.shape[3])

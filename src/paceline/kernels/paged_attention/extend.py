@@ -57,7 +57,7 @@ def _shared(
         rows.page_table.shape[0],
         kv_heads,
         max_rows=rows.max_extend_len * heads // kv_heads,
-        max_keys=most_keys(rows.page_table, cache.k, call.weighing.window) + rows.max_extend_len,
+        max_keys=most_keys(rows.page_table, cache.k, call.weighing.most_keys) + rows.max_extend_len,
         dtype=call.q.dtype,
         workspace=workspace,
         is_wide=cache.v_in_k,

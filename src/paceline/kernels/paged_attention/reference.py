@@ -7,8 +7,9 @@ j % page_size of page page_table[r, j // page_size].  Which keys query i sees:
     step keys   j = prefix+i'  causal: i' <= i     tree: tree_mask[token i, i']     full: all
                                block: j < visible_end[token i]
 
-and with a window only those with key position > query position − window.  A position is the
-absolute index, except in a tree, where it is prefix + depth (ancestors without the token itself).
+and with a window only those with key position > query position − window, with chunks only those
+with key position >= query position − query position mod chunk.  A position is the absolute index,
+except in a tree, where it is prefix + depth (ancestors without the token itself).
 scores = q.k * scale, then cap * tanh(score / cap) if soft-capped.  A quantised cache holds
 k / k_scale and v / v_scale.  A sink is one more score of its head, neither scaled nor capped, whose
 weight goes to no value; lse leaves it out, and so does everything with prefix_only.
@@ -57,6 +58,7 @@ def paged_attention_reference(
             rows.mask,
             tree_mask=tree,
             window=weighing.window,
+            chunk=weighing.chunk,
             visible_end=None if rows.visible_end is None else rows.visible_end[mine],
         )
         out[mine], lse[mine] = dense_attention(
@@ -91,6 +93,7 @@ def visible_keys(
     *,
     tree_mask: Tensor | None,
     window: int | None,
+    chunk: int | None = None,
     visible_end: Tensor | None = None,
 ) -> Tensor:
     """[extend, prefix + extend] bool: which keys each query of one request sees."""
@@ -110,11 +113,16 @@ def visible_keys(
             remedy="a step without rows needs no attention; a tree needs its ancestors",
         )
     visible = torch.cat((torch.ones(extend, prefix, dtype=torch.bool), among), dim=1)
-    if window is None:
+    if window is None and chunk is None:
         return visible
     steps = among.sum(dim=1) - 1 if mask is MaskKind.TREE else torch.arange(extend)
     key_positions = torch.cat((torch.arange(prefix), prefix + steps))
-    return visible & (key_positions[None, :] > prefix + steps[:, None] - window)
+    if window is not None:
+        visible &= key_positions[None, :] > prefix + steps[:, None] - window
+    if chunk is not None:
+        positions = prefix + steps[:, None]
+        visible &= key_positions[None, :] >= positions - positions % chunk
+    return visible
 
 
 def dense_attention(

@@ -161,10 +161,12 @@ def in_pairs(rows: int, programs: int) -> bool:
     return rows < WIDE_ROWS and programs >= _MANY_WIDE
 
 
-def most_keys(page_table: Tensor, k_cache: Tensor, window: int | None) -> int:
-    """No query of a single token sees more keys, however long its request becomes."""
+def most_keys(page_table: Tensor, k_cache: Tensor, most: int | None) -> int:
+    """No query of a single token sees more keys, however long its request becomes.
+
+    most: that its window or chunk shows; None: all."""
     reach = page_table.shape[1] * k_cache.shape[1]
-    return reach if window is None else min(window, reach)
+    return reach if most is None else min(most, reach)
 
 
 def split_workspace(

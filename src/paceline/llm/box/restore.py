@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from paceline.core.errors import ConfigError
 from paceline.core.model.cache_groups import READ, WRITE, CacheGroupSpec
 from paceline.core.model.config import CacheKind
+from paceline.core.model.lookback import first_visible, most_visible
 from paceline.core.modes import End, MaskKind
 from paceline.core.padding import PAD_PAGE
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams
@@ -26,8 +27,9 @@ _PARAMS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, seed
 def spare_pages(groups: Sequence[CacheGroupSpec], chunk: int) -> tuple[int, ...]:
     """[num_groups] pages of nobody: as many as a chunk of so many tokens sees in a window."""
     return tuple(
-        0 if group.window is None else -(-(group.window + chunk) // group.page_size) + 1
+        0 if most is None else -(-(most + chunk) // group.page_size) + 1
         for group in groups
+        for most in (most_visible(group.window),)
     )
 
 
@@ -185,7 +187,7 @@ def _entries(group: CacheGroupSpec, kv_len: int, slot: int) -> range:
         return range(slot, slot + 1)
     if group.kind is CacheKind.ENCODER:  # written when the row is entered
         return range(0)
-    seen = 0 if group.window is None else max(0, kv_len + 1 - group.window)
+    seen = first_visible(group.window, kv_len)
     return range(seen // group.page_size, -(-kv_len // group.page_size))
 
 

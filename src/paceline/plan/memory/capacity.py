@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.lookback import most_visible
 from paceline.plan.memory.footprint import GroupBudget, request_pages, standing_pages
 
 PLANNING_LEN = 8192  # tokens; pools are balanced for requests of at most this length
@@ -46,7 +47,7 @@ def split_kv(
     return tuple(
         GroupBudget(
             name=spec.name,
-            window=spec.window,
+            window=most_visible(spec.window),
             num_layers=len(spec.layer_ids),
             page_size=spec.page_size,
             page_bytes=size,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.model.config import CacheKind
+from paceline.core.model.lookback import most_visible
 
 SHORTEST = 2  # tokens of a request: one of the prompt, one that is new
 
@@ -14,7 +15,7 @@ class GroupBudget:
     """One cache group's share of the KV budget."""
 
     name: str
-    window: int | None  # keys visible; None = all
+    window: int | None  # keys visible at most; None = all
     num_layers: int
     page_size: int  # tokens
     page_bytes: int  # of one page, or slot, over all layers of the group
@@ -46,7 +47,8 @@ def request_pages(spec: CacheGroupSpec, length: int) -> int:
     if spec.kind is CacheKind.STATE:
         return 2
     length = spec.encoder_len or length
-    tokens = length if spec.window is None else min(length, spec.window + spec.page_size)
+    most = most_visible(spec.window)
+    tokens = length if most is None else min(length, most + spec.page_size)
     return -(-tokens // spec.page_size)
 
 

@@ -28,8 +28,8 @@ FLAGS = (
         name="method",
         metavar="NAME",
         is_repeated=True,
-        help="dense, swa, mla, cross or embed, or a kind of layers that keep states, such as sum.  "
-        "May be repeated.",
+        help="dense, swa, chunk, mla, cross or embed, or a kind of layers that keep states, such "
+        "as sum.  May be repeated.",
     ),
     Flag(
         name="mode",

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.modes import MaskKind
 from paceline.proof.oracle.methods.softmax import (
     VisibleKeys,
     ancestors,
     block_end,
+    edge_of,
     position,
     visible_keys,
     with_window,
@@ -27,10 +29,16 @@ def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
         found["the step's prefix for the encoder's rows"] = _as_many_as_the_prefix
         return found
     found |= {
-        "window one wider": with_window(lambda window: window and window + 1),
-        "window one narrower": with_window(lambda window: window and window - 1),
+        "window one wider": with_window(lambda window: _wider(window, 1)),
+        "window one narrower": with_window(lambda window: _wider(window, -1)),
         "no window": with_window(lambda window: None),
     }
+    if any(isinstance(each.window, Chunk) for each in case.layers):
+        found["a window of a chunk's size"] = with_window(_sliding)
+        found["the chunk of the step's first row"] = _chunk_of_row(lambda batch, request: 0)
+        found["the chunk of the step's last row"] = _chunk_of_row(
+            lambda batch, request: batch.extend_lens[request] - 1
+        )
     if case.both_ways:
         found["causal"] = lambda *at: [j for j in visible_keys(*at) if j <= at[-1]]
         found["a window that looks back alone"] = _back_alone
@@ -59,6 +67,14 @@ def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
         found["window by row of keys and depth of queries"] = _window_by(position, _row_of)
         found["window by depth of keys and row of queries"] = _window_by(_row_of, position)
     return found
+
+
+def _wider(window: Lookback | None, by: int) -> Lookback | None:
+    return Chunk(window.size + by) if isinstance(window, Chunk) else window and window + by
+
+
+def _sliding(window: Lookback | None) -> Lookback | None:
+    return window.size if isinstance(window, Chunk) else window
 
 
 def _as_many_as_the_prefix(
@@ -90,8 +106,7 @@ def _in_window(
     """The prefix, where it counts, and `rows` of the step, as far as the window of `row` shows."""
     prefix = batch.prefix_lens[request]
     first = prefix if case.step_only else 0
-    window = case.layers[layer].window
-    edge = -1 if window is None else position(batch, request, row) - window
+    edge = edge_of(case.layers[layer].window, position(batch, request, row))
     in_step = (prefix + j for j in sorted(rows) if position(batch, request, j) > edge)
     return [*range(max(first, edge + 1), prefix), *in_step]
 
@@ -150,7 +165,7 @@ def _window_by(of_query: Position, of_key: Position) -> VisibleKeys:
         seen = with_window(lambda window: None)(case, batch, layer, request, row)
         if window is None:
             return seen
-        edge = of_query(batch, request, row) - window
+        edge = edge_of(window, of_query(batch, request, row))
         places = (at if at < prefix else of_key(batch, request, at - prefix) for at in seen)
         return [at for at, place in zip(seen, places, strict=True) if place > edge]
 
@@ -159,6 +174,19 @@ def _window_by(of_query: Position, of_key: Position) -> VisibleKeys:
 
 def _window_of_first_row(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
     return visible_keys(case, batch, layer, request, 0)
+
+
+def _chunk_of_row(of: Callable[[Batch, int], int]) -> VisibleKeys:
+    """All rows of a request see from where one of them does; each still sees itself."""
+
+    def keys(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+        prefix = batch.prefix_lens[request]
+        at = position(batch, request, of(batch, request))
+        edge = edge_of(case.layers[layer].window, at)
+        seen = with_window(lambda window: None)(case, batch, layer, request, row)
+        return [key for key in seen if key > edge or key == prefix + row]
+
+    return keys
 
 
 def _top_left(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:

@@ -21,6 +21,7 @@ from paceline.attention.names import parse, singles
 from paceline.attention.registry import compose, load_backend
 from paceline.attention.states import StateBackend, StateConfig
 from paceline.core.model.config import SOFTMAX
+from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 from paceline.proof.check.cell import RunnerKind
 from paceline.proof.oracle.states import RECURRENCES
@@ -95,6 +96,7 @@ def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
         page_size=case.page_size,
         heads=(case.heads,),
         window=_has_window(case),
+        chunks=any(isinstance(layer.window, Chunk) for layer in case.layers),
         soft_cap=case.soft_cap is not None,
         sinks=case.sinks,
         masks=_masks(case),
@@ -136,7 +138,7 @@ def _masks(case: Case) -> frozenset[MaskKind]:
 
 
 def _has_window(case: Case) -> bool:
-    return any(layer.window is not None for layer in case.layers)
+    return any(isinstance(layer.window, int) for layer in case.layers)
 
 
 def _on_a_cpu(name: str) -> AttentionBackend:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from paceline.core.model.cache_groups import NUM_SLOT_COLUMNS
+from paceline.core.model.lookback import Lookback, first_visible, in_order
 from paceline.core.padding import PAD_PAGE
 from paceline.proof.suite.case import Batch, Case, PageLayout
 
@@ -30,10 +31,10 @@ class BatchPlacement:
     pool_pages: tuple[int, ...]  # [num_groups] with page 0, the same for every batch of the case
 
 
-def groups(case: Case) -> tuple[int | None, ...]:
+def groups(case: Case) -> tuple[Lookback | None, ...]:
     """[num_groups] windows of the case's cache groups, in the order of a model's: None first."""
     windows = {layer.window for layer in case.layers}
-    return tuple(sorted(windows, key=lambda window: (window is not None, window or 0)))
+    return tuple(sorted(windows, key=in_order))
 
 
 def place(case: Case, index: int) -> BatchPlacement:
@@ -108,16 +109,16 @@ def _state_slots(case: Case, index: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def _spans(case: Case, batch: Batch, window: int | None) -> list[tuple[int, int]]:
+def _spans(case: Case, batch: Batch, window: Lookback | None) -> list[tuple[int, int]]:
     """[num_reqs] (first page held, pages of all rows): the step's first query sees none before."""
     spans = []
     for prefix, kv_len in zip(batch.prefix_lens, batch.key_lens, strict=True):
-        first_key = 0 if window is None else max(0, prefix - window + 1)
+        first_key = first_visible(window, prefix)
         spans.append((first_key // case.page_size, -(-kv_len // case.page_size)))
     return spans
 
 
-def _pool_pages(case: Case, window: int | None) -> int:
+def _pool_pages(case: Case, window: Lookback | None) -> int:
     """Pages of a group's pool: what the largest batch takes in any layout, page 0, and spares."""
     most = 0
     for batch in case.batches:
@@ -128,7 +129,7 @@ def _pool_pages(case: Case, window: int | None) -> int:
 
 
 def _group_pages(
-    case: Case, index: int, group: int, window: int | None
+    case: Case, index: int, group: int, window: Lookback | None
 ) -> tuple[tuple[int, ...], ...]:
     """[num_reqs][pages of kv_len] page ids of one group."""
     spans = _spans(case, case.batches[index], window)

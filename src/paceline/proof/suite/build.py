@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.proof.suite.case import Batch, Case, Layer
 from paceline.proof.suite.modes import ForwardMode
 from paceline.proof.suite.trees import Parents
@@ -10,12 +11,13 @@ from paceline.proof.suite.trees import Parents
 Rows = tuple[tuple[int, int], ...]  # [num_reqs] prefix and extend lengths
 
 
-def base_case(mode: ForwardMode, *windows: int | None) -> Case:
+def base_case(mode: ForwardMode, *windows: Lookback | None) -> Case:
     """What the cases of a mode start from: bfloat16, and one layer per window, or one without."""
     layers = tuple(Layer(window) for window in windows or (None,))
+    has_chunks = any(isinstance(window, Chunk) for window in windows)
     return Case(
         name="base",
-        method="swa" if any(windows) else "dense",
+        method="chunk" if has_chunks else "swa" if any(windows) else "dense",
         mode=mode,
         batches=(),
         captured_reqs=4,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from paceline.core.model.config import Heads, RowPart, kv_parts
+from paceline.core.model.lookback import Lookback
 from paceline.core.modes import MaskKind
 from paceline.core.step import PromptPositions
 from paceline.proof.suite.modes import ExtendShape, ForwardMode
@@ -95,7 +96,7 @@ class Batch:
 class Layer:
     """What one attention layer adds to the case's heads."""
 
-    window: int | None = None  # keys visible, itself included; None = all
+    window: Lookback | None = None  # keys visible; None = all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +107,9 @@ class Case:
     """
 
     name: str  # the variant
-    method: str  # "dense"; "swa" when a layer has a window; "mla" where V is in K; "cross" where
-    # an encoder's rows are read; "embed" where layers look both ways; of layers that keep states,
-    # the kind of mixer
+    method: str  # "dense"; "swa" when a layer has a window, "chunk" when it has chunks; "mla" where
+    # V is in K; "cross" where an encoder's rows are read; "embed" where layers look both ways; of
+    # layers that keep states, the kind of mixer
     mode: ForwardMode
     batches: tuple[Batch, ...]  # at least one
     captured_reqs: int  # rows every step of the case is padded to; 0: no padding

@@ -6,6 +6,7 @@ off where a GPU rounds.
 
 from dataclasses import replace
 
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.proof.suite.build import (
     base_case,
     interpreted,
@@ -24,7 +25,7 @@ def tiny_cases() -> tuple[Case, ...]:
     return interpreted(*_ragged(), *_uniform(), *_speculative())
 
 
-def _tiny(mode: ForwardMode, *windows: int | None) -> Case:
+def _tiny(mode: ForwardMode, *windows: Lookback | None) -> Case:
     """float32, three requests, pages of 4."""
     base = base_case(mode, *windows)
     return replace(base, dtype="float32", captured_reqs=3, page_size=4)
@@ -32,7 +33,7 @@ def _tiny(mode: ForwardMode, *windows: int | None) -> Case:
 
 def _ragged() -> tuple[Case, ...]:
     extend, mixed = _tiny(ForwardMode.EXTEND), _tiny(ForwardMode.MIXED, None, 5)
-    windows = _tiny(ForwardMode.EXTEND, 6)
+    windows, chunks = _tiny(ForwardMode.EXTEND, 6), _tiny(ForwardMode.EXTEND, Chunk(6))
     accepted = _tiny(ForwardMode.DRAFT_EXTEND)
     return (
         ragged_case(replace(extend, dtype="float16"), "tiny", ((7, 5), (0, 9))),
@@ -46,6 +47,7 @@ def _ragged() -> tuple[Case, ...]:
             "tiny-window6-sinks",
             ((11, 6), (0, 7)),
         ),
+        ragged_case(chunks, "tiny-chunk6", ((11, 6), (0, 15))),
         ragged_case(
             replace(mixed, layout=PageLayout.SHARED_PREFIX), "tiny-window5", ((9, 1), (8, 5))
         ),
@@ -55,6 +57,7 @@ def _ragged() -> tuple[Case, ...]:
 
 def _uniform() -> tuple[Case, ...]:
     decode, windows = _tiny(ForwardMode.DECODE), _tiny(ForwardMode.DECODE, 6, None)
+    chunks = _tiny(ForwardMode.DECODE, Chunk(6), None)
     fixed = _tiny(ForwardMode.DRAFT_EXTEND_V2)
     return (
         uniform_case(replace(decode, dtype="float16", page_size=16), "tiny-page16", (14, 16)),
@@ -71,6 +74,7 @@ def _uniform() -> tuple[Case, ...]:
             "tiny-window6-soft-cap",
             (7, 13),
         ),
+        uniform_case(chunks, "tiny-chunk6", (5, 6, 16)),
         uniform_case(
             replace(fixed, layers=(Layer(),) * 2, layout=PageLayout.HIGH_IDS),
             "tiny-fixed3",
@@ -86,6 +90,7 @@ def _uniform() -> tuple[Case, ...]:
 def _speculative() -> tuple[Case, ...]:
     verify, draft = _tiny(ForwardMode.TARGET_VERIFY), _tiny(ForwardMode.DRAFT_DECODE)
     windows = _tiny(ForwardMode.TARGET_VERIFY, 3)
+    chunks = _tiny(ForwardMode.TARGET_VERIFY, Chunk(6))
     return (
         uniform_case(replace(verify, dtype="float16"), "tiny-chain3", (6, 11), extend=3),
         tree_case(replace(verify, num_heads=8), "tiny-topk4", (6, 11), beam(4, 2)),
@@ -96,6 +101,7 @@ def _speculative() -> tuple[Case, ...]:
             (1,),
         ),
         tree_case(replace(windows, page_size=16), "tiny-window3-topk2", (13, 16), beam(2, 2)),
+        tree_case(chunks, "tiny-chunk6-topk2", (10, 16), beam(2, 3)),
         tree_case(
             replace(draft, layout=PageLayout.INTERLEAVED, sinks=True),
             "tiny-topk2-step1",

@@ -1,8 +1,9 @@
-"""Cases of sliding windows, in every mode."""
+"""Cases of sliding windows, in every mode, and of chunks, with steps over their ends."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from paceline.core.model.lookback import Chunk
 from paceline.proof.suite.build import base_case, full, ragged_case, tree_case, uniform_case
 from paceline.proof.suite.case import Case, PageLayout
 from paceline.proof.suite.modes import ForwardMode
@@ -14,7 +15,8 @@ _EDGES = (2, 16, 31)
 
 
 def window_cases() -> tuple[Case, ...]:
-    return (*_extend(), *_mixed(), *_decode(), *_verify(), *_drafts(), *_draft_extends())
+    windows = *_extend(), *_mixed(), *_decode(), *_verify(), *_drafts(), *_draft_extends()
+    return (*windows, *_chunks())
 
 
 def _extend() -> tuple[Case, ...]:
@@ -125,5 +127,39 @@ def _draft_extends() -> tuple[Case, ...]:
         *full(
             uniform_case(replace(fixed, page_size=1), "window12-fixed3-page1", (10, 15), extend=3),
             uniform_case(both, "window12-and-full-fixed3", (10, 15, 31), extend=3),
+        ),
+    )
+
+
+def _chunks() -> tuple[Case, ...]:
+    """Of 12 tokens, which pages of 16 divide at other places, and of 32, whose pages come whole."""
+    twelve = Chunk(12)
+    extend, decode = base_case(ForwardMode.EXTEND, twelve), base_case(ForwardMode.DECODE, twelve)
+    verify = base_case(ForwardMode.TARGET_VERIFY, twelve)
+    both = base_case(ForwardMode.TARGET_VERIFY, None, Chunk(32))
+    frozen = replace(base_case(ForwardMode.DRAFT_DECODE, twelve), prefix_only=True)
+    mixed = base_case(ForwardMode.MIXED, twelve, None, Chunk(32))
+    return (
+        ragged_case(extend, "chunk12-edges", ((11, 3), (12, 4), (0, 31))),
+        uniform_case(decode, "chunk12-edges", (11, 12, 40)),
+        uniform_case(verify, "chunk12-chain8", (9, 23), extend=8),
+        tree_case(verify, "chunk12-deep", (9, 10, 11), VERIFY_TREES["deep"]),
+        *full(
+            ragged_case(mixed, "chunk12-32-and-full", ((23, 1), (0, 40), (24, 1), (30, 5))),
+            ragged_case(
+                replace(extend, page_size=64), "chunk12-page64", ((63, 2), (60, 80), (64, 30))
+            ),
+            tree_case(both, "chunk32-and-full-topk4", (30, 31, 32), VERIFY_TREES["topk4"]),
+            uniform_case(frozen, "chunk12-frozen-kv-rows3", (10, 12, 35), extend=3),
+            uniform_case(
+                replace(base_case(ForwardMode.DECODE, Chunk(1000)), captured_reqs=2),
+                "chunk1000-long-8k",
+                (8191, 2999),
+            ),
+            ragged_case(
+                replace(base_case(ForwardMode.EXTEND, Chunk(1000)), captured_reqs=2),
+                "chunk1000-long-8k",
+                ((7998, 5), (0, 1200)),
+            ),
         ),
     )

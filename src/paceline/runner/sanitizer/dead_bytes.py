@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.core.model.lookback import Lookback, first_visible
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import StepLayout
 from paceline.runner.buffers import StepBuffers
@@ -182,7 +183,7 @@ def page_table_region(
     live: Sequence[LiveRow],
     *,
     page_size: int,
-    window: int | None,
+    window: Lookback | None,
     dead_page: int,
 ) -> Region:
     """A group's page-table entries outside what the step may see; they stay valid page ids.
@@ -192,7 +193,7 @@ def page_table_region(
     is_dead = torch.ones(table.shape, dtype=torch.bool)
     is_dead[PAD_ROW] = False
     for row in live:
-        low = 0 if window is None else max(0, row.prefix_len - window + 1)
+        low = first_visible(window, row.prefix_len)
         is_dead[row.row, low // page_size : -(-row.kv_len // page_size)] = False
     poison = torch.where(table == dead_page, 0, dead_page).to(table.dtype)
     piece = Poisoned(

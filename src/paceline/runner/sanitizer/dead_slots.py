@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.pool import KVPool
+from paceline.core.model.lookback import Lookback, first_visible
 from paceline.core.padding import PAD_PAGE
 from paceline.runner.sanitizer.live_rows import LiveRow
 from paceline.runner.sanitizer.poison import (
@@ -70,7 +71,7 @@ def slot_uses(
     page_table: Tensor,
     *,
     shape: tuple[int, int],
-    window: int | None,
+    window: Lookback | None,
     padding_reach: int,
 ) -> Tensor:
     """[num_pages, page_size] uint8 SlotUse, on the CPU.
@@ -83,7 +84,7 @@ def slot_uses(
     spans: list[tuple[Tensor, LiveRow, int]] = []
     for row in live:
         slots = page_table[row.index].long().unsqueeze(1) * page_size + torch.arange(page_size)
-        low = 0 if window is None else max(0, row.prefix_len - window + 1)
+        low = first_visible(window, row.prefix_len)
         spans.append((slots.flatten(), row, low))
     # What one row may read wins over what another has behind its end: prefix pages are shared.
     for slots, row, low in spans:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.modes import MaskKind
 from paceline.proof.oracle.batch_data import BatchData
 from paceline.proof.suite.case import Batch, Case
@@ -44,14 +45,22 @@ def block_end(batch: Batch, request: int, row: int) -> int:
     return ends[0] if ends else at + 1
 
 
+def edge_of(window: Lookback | None, at: int) -> int:
+    """The last position that a row at position `at` does not see any more; -1: it sees all."""
+    if window is None:
+        return -1
+    return at - at % window.size - 1 if isinstance(window, Chunk) else at - window
+
+
 def visible_keys(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
     """Indices of the keys one row sees, ascending: key j of the prefix is j, row j of the step is
     prefix + j.
 
     Every key of the prefix, and of the step what the mask allows; of these a window of w shows
-    those whose position is more than the row's minus w.  Of an encoder's rows every one, and none
-    of the request's own.  In the step alone, no key of the prefix.  Both ways: every row of the
-    request less than the window away.
+    those whose position is more than the row's minus w, and a chunk those that as many whole chunks
+    lie before as before the row.  Of an encoder's rows every one, and none of the request's own.
+    In the step alone, no key of the prefix.  Both ways: every row of the request less than the
+    window away.
     """
     prefix = batch.prefix_lens[request]
     if batch.encoder_lens is not None:
@@ -69,12 +78,10 @@ def visible_keys(case: Case, batch: Batch, layer: int, request: int, row: int) -
         rows = list(range(row + 1))
     if case.both_ways:
         most = case.layers[layer].window or batch.extend_lens[request]
+        assert not isinstance(most, Chunk), "a layer that looks both ways has no chunks"
         return [j for j in range(batch.extend_lens[request]) if abs(j - row) < most]
     first = prefix if case.step_only else 0
-    window = case.layers[layer].window
-    if window is None:
-        return [*range(first, prefix), *(prefix + j for j in rows)]
-    edge = position(batch, request, row) - window  # the last position behind the window
+    edge = edge_of(case.layers[layer].window, position(batch, request, row))
     in_step = (prefix + j for j in rows if position(batch, request, j) > edge)
     return [*range(max(first, edge + 1), prefix), *in_step]
 
@@ -157,7 +164,7 @@ def _attend_row(
     return torch.stack(outs), torch.stack(lses)
 
 
-def with_window(change: Callable[[int | None], int | None]) -> VisibleKeys:
+def with_window(change: Callable[[Lookback | None], Lookback | None]) -> VisibleKeys:
     """Visible keys under another window than the layer's."""
 
     def keys(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
