@@ -42,6 +42,9 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
         # Absorbed layers read the cache whatever the step says: skipped writes would go unseen.
         is_read = want.cache_free and heads.v_in_k
         need(not is_read, "steps", "with a cache where layers are of latents", "cache-free ones")
+        is_scaled = heads.v_in_k and want.kv_dtype == torch.float8_e4m3fn
+        is_plain = can.scaled_latents or not is_scaled
+        need(is_plain, "latents", f"cached in {want.dtype}", "float8 with a scale for each row")
         if can.head_dims == frozenset() and not heads.v_in_k:
             need(False, "each layer", "of latents, with V in K", heads)
             continue

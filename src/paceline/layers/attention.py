@@ -65,6 +65,7 @@ class StepContext:
         where asked, and writes K and V to the layer's pool.
         """
         layer = self._layer(layer_id)
+        assert layer.beside is None, "rows of latents come with their norm, to attend_latents"
         loc = self.view.groups[layer.spec.group].out_cache_loc
         v_cache = None if v is None else layer.v_cache
         into = KVSlots(layer.k_cache, v_cache, loc, layer.k_scale, layer.v_scale)
@@ -92,7 +93,8 @@ class StepContext:
         and writes rows to the layer's pool.
         """
         layer = self._layer(layer_id)
-        into = LatentSlots(layer.k_cache, self.view.groups[layer.spec.group].out_cache_loc)
+        loc = self.view.groups[layer.spec.group].out_cache_loc
+        into = LatentSlots(layer.k_cache, loc, layer.beside)
         rows = latent_rows(turning, row, queries, norm=norm, rope=rope, pairs=pairs, into=into)
         values = rows[..., : layer.spec.v_head_dim]
         out, _ = self.backend.forward(queries, rows, values, layer, self.plan, Part.ALL)
@@ -203,6 +205,7 @@ def layer_caches(
             k_scale=pages.scales.get("k"),
             v_scale=pages.scales.get("v"),
             sinks=sink,
+            beside=pages.beside,
         )
         for spec, pages, sink in zip(specs, caches, sinks, strict=True)
     }
