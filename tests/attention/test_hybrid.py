@@ -309,6 +309,7 @@ COMMON: list[tuple[str, object, object, object]] = [  # field, of prefill, of de
     ("shares_prefixes", False, True, True),  # decodes are the decode backend's
     ("shares_prefixes", True, False, False),
     ("step_alone", True, False, False),
+    ("scaled_latents", True, False, False),
     ("latent_dims", None, frozenset({(64, 16)}), {(64, 16)}),
 ]
 

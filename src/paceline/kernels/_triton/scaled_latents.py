@@ -35,7 +35,8 @@ def quantised(
 ):
     """(codes [columns] float8e4nv, scale): a row of a cache."""
     wide = latent.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(wide), axis=0), 6.103515625e-05)
+    magnitudes = tl.where(wide == wide, tl.abs(wide), 0.0)
+    largest = tl.maximum(tl.max(magnitudes, axis=0), 6.103515625e-05)
     # As in latent_scales: 448 is 1.75 * 2 ** 8, and a larger fraction carries.
     exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
     scale = (exponent << 23).to(tl.float32, bitcast=True)
