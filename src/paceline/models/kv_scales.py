@@ -67,7 +67,8 @@ def kv_format(
 ) -> KVFormat:
     """The format `name` (a value of kv_cache_dtype) for a checkpoint in folder `weights`.
 
-    weights: None where none are read.  of_latents: each row in float8 has a scale of its own.  Says which scales were found, or are not used, by an event.
+    weights: None where none are read.  of_latents: each row in float8 has a scale of its own.  Says
+    which scales were found, or are not used, by an event.
     Raises WeightsError for a broken scale, or one of no layer, of a cache that would use it.
     """
     dtype = torch_kv_dtype(name)

@@ -6,6 +6,7 @@ pages, so writing, paging, moving, reading back and absorption are held to somet
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,13 +18,16 @@ from llm_cases import (
     make_llm,
     shared_prompts,
 )
+from speculative_cases import save_relative
 from torch import Tensor
 
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.answers.outputs import RequestOutput
 
+CASE = "deepseek_v3-bias-groups"
 FP8 = {"kv_cache_dtype": "fp8"}
 SCORED = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=20)
+ROW = 3 * (32 + 4 + 4 * 12)  # bytes of a token: layers of codes, a scale, and what turned
 # A sum in another order may round a number to its neighbour in e4m3, an eighth away.
 TOLERANCE = 1e-2
 
@@ -44,9 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]
             weight = layer.self_attn.kv_a_layernorm.weight
             weight.copy_(torch.exp2(torch.arange(len(weight)) % 9 - 4.0))
 
-    made = make_checkpoint(
-        "deepseek_v3-bias-groups", tmp_path_factory.mktemp("latents"), change=spread
-    )
+    made = make_checkpoint(CASE, tmp_path_factory.mktemp("latents"), change=spread)
     norms = [layer.self_attn.kv_a_layernorm for layer in made.theirs.model.layers]
     hooks = [norm.register_forward_hook(lambda *call: rounded(call[2])) for norm in norms]
     yield made
@@ -82,6 +84,27 @@ def test_logprobs_are_those_of_rounded_latents(
         assert_idle(llm)
     assert cached.metrics.cached_tokens
     for output in [*fresh, cached]:
+        assert error_of(checkpoint, output) < TOLERANCE
+
+
+def test_trees_move_rows_with_their_scales(
+    checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Rounds of trees: accepted rows move with their scales and with what turned."""
+    relative = save_relative(CASE, tmp_path_factory.mktemp("relative"), noise=0.02)
+    drafts: dict[str, Any] = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(relative),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 4,
+        "enforce_eager": True,
+    }
+    with make_llm(checkpoint, **FP8, **drafts, page_size=4) as llm:
+        outputs = llm.generate(shared_prompts()[:2], replace(SCORED, max_tokens=12))
+        groups = llm.prepared.fit.groups
+    assert [group.page_bytes for group in groups] == [4 * ROW] * 2
+    assert sum(sum(output.metrics.accepted_by_position) for output in outputs) > 0
+    for output in outputs:
         assert error_of(checkpoint, output) < TOLERANCE
 
 
