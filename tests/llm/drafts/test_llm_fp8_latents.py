@@ -23,11 +23,13 @@ from torch import Tensor
 
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.answers.outputs import RequestOutput
+from paceline.llm.boot import Knobs
 
 CASE = "deepseek_v3-bias-groups"
 FP8 = {"kv_cache_dtype": "fp8"}
 SCORED = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=20)
 ROW = 3 * (32 + 4 + 4 * 12)  # bytes of a token: layers of codes, a scale, and what turned
+TIGHT = Knobs(num_pages=(33,), reserve_ahead=0, admission_margin=0)  # for the longest request alone
 # A sum in another order may round a number to its neighbour in e4m3, an eighth away.
 TOLERANCE = 1e-2
 
@@ -69,7 +71,7 @@ def error_of(checkpoint: Checkpoint, output: RequestOutput) -> float:
 @pytest.mark.parametrize(
     "options",
     [
-        {"chunked_prefill_size": 7, "page_size": 4},
+        {"chunked_prefill_size": 7, "page_size": 4, "knobs": TIGHT},
         {"speculative_algorithm": "NGRAM", "page_size": 16},
     ],
     ids=["chunks", "rounds"],
@@ -77,12 +79,14 @@ def error_of(checkpoint: Checkpoint, output: RequestOutput) -> float:
 def test_logprobs_are_those_of_rounded_latents(
     checkpoint: Checkpoint, options: dict[str, Any]
 ) -> None:
-    prompts = shared_prompts()[:3]
+    prompts = shared_prompts()[:4]
     with make_llm(checkpoint, **FP8, **options) as llm:
         fresh = llm.generate(prompts, SCORED)
         [cached] = llm.generate(prompts[:1], SCORED)
         assert_idle(llm)
     assert cached.metrics.cached_tokens
+    preemptions = sum(output.metrics.preemptions for output in fresh)
+    assert (preemptions > 0) == ("knobs" in options)
     for output in [*fresh, cached]:
         assert error_of(checkpoint, output) < TOLERANCE
 
