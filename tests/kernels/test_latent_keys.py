@@ -91,7 +91,9 @@ def test_each_tile_table_meets_the_definition(
     heads = rows + 6 if extend == 1 else rows // 4  # two tiles of rows, one with room
     call = latent_call(heads, [200, 0, 63], extend, mask)
     workspace = nan_workspace(call, splits) if splits > 1 else None
-    launch_paged_extend(call, workspace, splits=splits, config=latent_config(rows, programs))
+    launch_paged_extend(
+        call, workspace, splits=splits, config=latent_config(rows, programs, is_scaled=False)
+    )
     found = errors(call.out, call.q, call.cache, call.rows, call.weighing)
     assert float(found.max()) <= 1.0
 
@@ -114,7 +116,9 @@ def test_scaled_latents_meet_the_definition(
     heads = rows + 6 if extend == 1 else rows // 4
     call = latent_call(heads, [200, 0, 63], extend, mask, scaled=True)
     workspace = nan_workspace(call, splits) if splits > 1 else None
-    launch_paged_extend(call, workspace, splits=splits, config=latent_config(rows, programs))
+    launch_paged_extend(
+        call, workspace, splits=splits, config=latent_config(rows, programs, is_scaled=True)
+    )
     found = errors(call.out, call.q, call.cache, call.rows, call.weighing)
     assert float(found.max()) <= 1.0
 
@@ -123,7 +127,10 @@ def test_many_programs_of_few_rows_have_a_neighbour_with_fewer_keys() -> None:
     """Two of them, queries and three tiles each, fit the 227 KiB of a multiprocessor."""
     from paceline.kernels._triton.paged_extend import latent_config
 
-    few, many, wide = latent_config(16, 64), latent_config(16, 65), latent_config(64, 1000)
+    few, many, wide = (
+        latent_config(rows, programs, is_scaled=False)
+        for rows, programs in ((16, 64), (16, 65), (64, 1000))
+    )
     assert (few.block_keys, many.block_keys, wide.block_keys) == (64, 32, 64)
     tiles, queries = many.num_stages - 1, many.block_rows
     assert 2 * 576 * 2 * (tiles * many.block_keys + queries) < 227 << 10

@@ -79,9 +79,12 @@ def extend_config(
     )
 
 
-def latent_config(block_rows: int, programs: int) -> SplitConfig:
-    """The same where V lies in K: a tile of keys is read once and is wide."""
-    pairs = in_pairs(block_rows, programs)
+def latent_config(block_rows: int, programs: int, *, is_scaled: bool) -> SplitConfig:
+    """The same where V lies in K: a tile of keys is read once and is wide.
+
+    is_scaled: in float8.
+    """
+    pairs = in_pairs(block_rows, programs, is_scaled=is_scaled)
     few_warps = pairs or (block_rows < WIDE_ROWS and programs >= _MANY_LATENT)
     return SplitConfig(
         block_rows=block_rows,
@@ -117,7 +120,8 @@ def launch_paged_extend(
     def tiles_of(rows: int, *, is_split: bool) -> SplitConfig:
         few = row_tile(num_reqs, kv_heads, rows, dtype=q.dtype, is_wide=v_in_k)
         if v_in_k:
-            return latent_config(few, num_reqs * kv_heads * cdiv(rows, few))
+            programs = num_reqs * kv_heads * cdiv(rows, few)
+            return latent_config(few, programs, is_scaled=cache.beside is not None)
         return extend_config(
             rows,
             head_dim,
