@@ -10,8 +10,7 @@ from torch import Tensor
 
 from paceline.core.dtypes import FP8
 from paceline.core.model.cache_groups import CacheGroupSpec
-from paceline.core.model.config import ROW_SCALES, TURNED, RowPart
-from paceline.kernels.scaled_latents import ScaledLatents
+from paceline.core.model.config import ROW_SCALES, RowPart
 
 
 class Scales(NamedTuple):
@@ -50,8 +49,7 @@ class LayerPages(NamedTuple):
 
     parts: Mapping[str, Tensor]  # of [num_pages, page_size, *part.shape]
     scales: Mapping[str, Tensor]  # of [1] float32: true number = stored * scale; empty unless
-    # stored as float8
-    beside: ScaledLatents | None = None  # of latents in float8, whose rows have scales of their own
+    # stored as float8, and of latents, whose rows have scales of their own among the parts
 
 
 class KVPool:
@@ -85,14 +83,12 @@ class KVPool:
         index = self.spec.layer_ids.index(layer_id)
         names = [part.name for part in self.spec.parts]
         scales = () if self._scales is None else self._scales[index].unbind()
-        parts = {
-            part.name: self.parts[part.of or part.name][index][..., : part.shape[-1]]
-            for part in self.spec.parts
-        }
         return LayerPages(
-            parts=parts,
+            parts={
+                part.name: self.parts[part.of or part.name][index][..., : part.shape[-1]]
+                for part in self.spec.parts
+            },
             scales=dict(zip(names, scales, strict=False)),
-            beside=ScaledLatents(parts[TURNED], parts[ROW_SCALES]) if ROW_SCALES in parts else None,
         )
 
     def named_tensors(self) -> dict[str, Tensor]:

@@ -18,11 +18,12 @@ from paceline.attention.contract import (
 from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
 from paceline.core.model.cache_groups import CacheGroupSpec
-from paceline.core.model.config import LayerSpec, ModelConfig
+from paceline.core.model.config import ROW_SCALES, TURNED, LayerSpec, ModelConfig
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows
 from paceline.kernels.ragged_attention import ragged_attention
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
+from paceline.kernels.scaled_latents import ScaledLatents
 from paceline.kernels.step_view import StepView
 
 
@@ -205,11 +206,16 @@ def layer_caches(
             k_scale=pages.scales.get("k"),
             v_scale=pages.scales.get("v"),
             sinks=sink,
-            beside=pages.beside,
+            beside=_beside(pages.parts),
         )
         for spec, pages, sink in zip(specs, caches, sinks, strict=True)
     }
     return tuple(attending.get(layer_id) for layer_id in range(config.num_layers))
+
+
+def _beside(parts: Mapping[str, Tensor]) -> ScaledLatents | None:
+    """What of a layer's pages lies beside codes; None: there are none."""
+    return ScaledLatents(parts[TURNED], parts[ROW_SCALES]) if ROW_SCALES in parts else None
 
 
 def attention_limits(
