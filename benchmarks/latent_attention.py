@@ -5,8 +5,9 @@
 Rank 512 and 64 columns that turn, bfloat16, one query per request, pages of 64 in random order;
 K and V are one row.  Each contender meets the definition in float64 on NaN-poisoned pages and is
 then timed in turns with the others, in CUDA graphs of layers whose rows exceed the L2 cache.
-Lengths differ from request to request.  A table for people, then one JSON document as the last
-line.
+Lengths differ from request to request.  `triton-fp8` reads the same rows as scaled latents
+(kernels/scaled_latents.py); `--tiles 16x64x4x3x4` adds ours over them with these query rows, keys,
+warps, stages and splits.  A table for people, then one JSON document as the last line.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from paceline.kernels.paged_attention import (
     paged_extend,
     split_workspace,
 )
+from paceline.kernels.scaled_latents import ScaledLatents, quantise_latents
 from paceline.plan.machine import local_device, versions
 from paceline.proof.rig.paged import errors, permuted_pages
 
@@ -51,6 +53,7 @@ class Work:
 
     q: Tensor  # [batch, heads, RANK + ROPE]
     caches: list[Tensor]  # [layers] of [num_pages, PAGE, 1, RANK + ROPE]
+    scaled: list[PagedCache]  # [layers] the same, in float8
     page_table: Tensor  # [batch, max_pages]  int32
     kv_lens: Tensor  # [batch]  int32
     workspace: SplitWorkspace
@@ -65,6 +68,12 @@ class Work:
         """K, and V in it."""
         whole = self.caches[layer]
         return PagedCache(whole, whole[..., :RANK], None, None)
+
+
+def scaled_cache(rows: Tensor) -> PagedCache:
+    """rows: [num_pages, PAGE, 1, RANK + ROPE]."""
+    codes, scales = quantise_latents(rows[..., :RANK])
+    return PagedCache(codes, codes, beside=ScaledLatents(rows[..., RANK:].contiguous(), scales))
 
 
 def make_work(heads: int, batch: int, keys: int, device: torch.device) -> Work:
@@ -84,6 +93,7 @@ def make_work(heads: int, batch: int, keys: int, device: torch.device) -> Work:
     return Work(
         q=torch.randn(batch, heads, RANK + ROPE, device=device).bfloat16(),
         caches=caches,
+        scaled=[scaled_cache(rows) for rows in caches],
         page_table=F.pad(table, (0, 1)).to(device),
         kv_lens=torch.tensor(lens, dtype=torch.int32, device=device),
         workspace=split_workspace(batch, [(heads, 1)], v_head_dim=RANK, device=device),
@@ -103,6 +113,43 @@ def ours(work: Work) -> Run:
         return out
 
     return run
+
+
+def ours_scaled(work: Work, tiles: str | None = None) -> Run:
+    """The same over scaled latents; with `tiles` as `--tiles` has them."""
+    tokens, heads, _ = work.q.shape
+    out = work.q.new_empty(tokens, heads, RANK)
+    lse = work.q.new_empty(tokens, heads, dtype=torch.float32)
+    rows, weighing = work.rows, Weighing(SCALE)
+    if tiles is None:
+
+        def run(layer: int) -> Tensor:
+            paged_extend(
+                PagedCall(work.q, work.scaled[layer], rows, weighing, out, lse), work.workspace
+            )
+            return out
+
+        return run
+    from paceline.kernels._triton.paged_extend import launch_paged_extend
+    from paceline.kernels._triton.runtime import SplitConfig
+
+    block_rows, keys, warps, stages, splits = map(int, tiles.split("x"))
+    config = SplitConfig(
+        block_rows=block_rows, block_keys=keys, num_warps=warps, num_stages=stages, min_tiles=1
+    )
+    partials = tokens * splits
+    workspace = SplitWorkspace(
+        partial_out=out.new_empty(partials, heads, RANK, dtype=torch.float32),
+        partial_lse=lse.new_empty(partials, heads),
+        finished=work.workspace.finished,
+    )
+
+    def run_tiles(layer: int) -> Tensor:
+        call = PagedCall(work.q, work.scaled[layer], rows, weighing, out, lse)
+        launch_paged_extend(call, workspace, splits=splits, config=config)
+        return out
+
+    return run_tiles
 
 
 def flashinfer(work: Work) -> Run:
@@ -131,10 +178,22 @@ def flashinfer(work: Work) -> Run:
     return run
 
 
-CONTENDERS: dict[str, Callable[[Work], Run]] = {"triton": ours, "flashinfer": flashinfer}
+CONTENDERS: dict[str, Callable[[Work], Run]] = {
+    "triton": ours,
+    "triton-fp8": ours_scaled,
+    "flashinfer": flashinfer,
+}
+OF_TILES = "triton-fp8:"
 
 
-def worst_error(work: Work, out: Tensor) -> float:
+def make_run(name: str, work: Work) -> Run:
+    """A contender of that name, or ours over scaled latents with the tiles that it names."""
+    if name.startswith(OF_TILES):
+        return ours_scaled(work, name.removeprefix(OF_TILES))
+    return CONTENDERS[name](work)
+
+
+def worst_error(work: Work, cache: PagedCache, out: Tensor) -> float:
     """The largest error of some requests, in the unit of `proof.rig.paged.errors`."""
     some = work.rows._replace(
         page_table=work.page_table[:4],
@@ -142,7 +201,7 @@ def worst_error(work: Work, out: Tensor) -> float:
         kv_lens=work.kv_lens[:4],
         cu_seqlens_q=work.rows.cu_seqlens_q[:5],
     )
-    return float(errors(out[:4], work.q[:4], work.cache(0), some, Weighing(SCALE)).max())
+    return float(errors(out[:4], work.q[:4], cache, some, Weighing(SCALE)).max())
 
 
 def measure(case: tuple[int, int, int], names: list[str], device: torch.device) -> dict[str, Any]:
@@ -153,8 +212,9 @@ def measure(case: tuple[int, int, int], names: list[str], device: torch.device) 
     errors, refused = {}, {}
     for name in names:
         try:
-            run = CONTENDERS[name](work)
-            errors[name] = worst_error(work, run(0))
+            run = make_run(name, work)
+            cache = work.scaled[0] if name.startswith("triton-fp8") else work.cache(0)
+            errors[name] = worst_error(work, cache, run(0))
         except (ImportError, RuntimeError, ValueError) as error:
             refused[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             continue
@@ -162,7 +222,12 @@ def measure(case: tuple[int, int, int], names: list[str], device: torch.device) 
             runs[name] = run
     timed = time_interleaved(runs, layers=len(work.caches), device=device)
     total = int(work.kv_lens.sum())
-    least_s = 2 * (RANK + ROPE) * total / COPY_BYTES_S
+    # Of a row: two bytes a column, or codes, a scale and what turned.
+    bytes_of = {
+        name: RANK + 4 + 2 * ROPE if name.startswith("triton-fp8") else 2 * (RANK + ROPE)
+        for name in names
+    }
+    least_s = {name: each * total / COPY_BYTES_S for name, each in bytes_of.items()}
     flops = 2 * heads * total * (2 * RANK + ROPE)
     seconds = {name: timing.median_s for name, timing in timed.items()}
     row = {
@@ -171,7 +236,7 @@ def measure(case: tuple[int, int, int], names: list[str], device: torch.device) 
         "keys": keys,
         "us": {name: 1e6 * s for name, s in seconds.items()},
         "spread": {name: timing.spread for name, timing in timed.items()},
-        "of_memory_limit": {name: least_s / s for name, s in seconds.items()},
+        "of_memory_limit": {name: least_s[name] / s for name, s in seconds.items()},
         "of_matrix_limit": {name: flops / s / MATRIX_FLOPS for name, s in seconds.items()},
         "error": errors,
         "refused": refused,
@@ -188,10 +253,17 @@ def measure(case: tuple[int, int, int], names: list[str], device: torch.device) 
 @torch.inference_mode()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--contenders", default="triton,flashinfer", help="in turns")
-    names = parser.parse_args().contenders.split(",")
+    parser.add_argument("--contenders", default="triton,triton-fp8,flashinfer", help="in turns")
+    parser.add_argument("--tiles", default="", help="ROWSxKEYSxWARPSxSTAGESxSPLITS,...")
+    parser.add_argument("--cases", default="", help="HEADSxREQUESTSxKEYS,...; else all")
+    asked = parser.parse_args()
+    names = asked.contenders.split(",")
+    names += [OF_TILES + tiles for tiles in asked.tiles.split(",") if tiles]
+    cases = CASES
+    if asked.cases:
+        cases = tuple(tuple(map(int, each.split("x"))) for each in asked.cases.split(","))
     facts = local_device()
-    rows = [measure(case, names, torch.device(facts.device_type)) for case in CASES]
+    rows = [measure(case, names, torch.device(facts.device_type)) for case in cases]
     wrong = [row for row in rows if max(row["error"].values(), default=0.0) > ERROR_LIMIT]
     document = {
         "benchmark": "latent_attention",

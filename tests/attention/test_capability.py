@@ -270,7 +270,7 @@ FLOAT = {"dtype": torch.float32, "kv_dtype": torch.float32}
             {"heads": (Heads(8, 1, 576, 512),)},
             ["head dim must be [64, 80, 96", "V head dim must be [64, 80, 96"],
         ),
-        (FP8, ["KV dtype must be torch.bfloat16 with latents, got torch.float8_e4m3fn"]),
+        (FP8, []),
         (FLOAT, ["dtype must be of 16 bits with latents, got torch.float32"]),
     ],
     ids=["fits", "dims", "apart", "fp8", "float32"],

@@ -311,6 +311,7 @@ COMMON: list[tuple[str, object, object, object]] = [  # field, of prefill, of de
     ("step_alone", True, False, False),
     ("chunks", True, False, False),
     ("chunks", True, True, True),
+    ("scaled_latents", True, False, False),
     ("latent_dims", None, frozenset({(64, 16)}), {(64, 16)}),
 ]
 

@@ -444,6 +444,13 @@ def test_latents_are_one_row_that_is_read_once():
     assert report.results[0].error < 8.0
 
 
+def test_latents_in_float8_have_a_scale_for_each_row():
+    shape = small(**LATENTS, batch_size=2, kv_dtype="fp8")
+    assert shape.moved_bytes == 2 * shape.kv_len * (16 + 4 + 8 * 4)
+    report = bench_attention(shape, backend="torch", peer="none", device=cpu_facts())
+    assert report.results[0].error < 8.0
+
+
 def test_the_suite_of_latents_has_other_loads():
     decodes = [each for each in suite(small(**LATENTS)) if each.phase == "decode"]
     loads = {(each.batch_size, each.kv_len) for each in decodes}

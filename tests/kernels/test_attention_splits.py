@@ -91,22 +91,35 @@ def test_rows_are_spread_while_processors_idle(num_reqs: int, extend: int, rows:
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "heads", "wanted"),
-    [(1, 16, 64), (16, 16, 8), (64, 16, 2), (65, 16, 4), (64, 40, 1), (64, 128, 1), (8, 128, 2)],
+    ("num_reqs", "heads", "wanted", "scaled"),
+    [
+        (1, 16, 64, 64),
+        (16, 16, 8, 16),
+        (64, 16, 2, 4),
+        (65, 16, 4, 4),
+        (64, 40, 1, 1),
+        (64, 128, 1, 1),
+        (8, 128, 2, 4),
+    ],
 )
 def test_latents_have_a_program_for_each_multiprocessor_or_two(
-    num_reqs: int, heads: int, wanted: int
+    num_reqs: int, heads: int, wanted: int, scaled: int
 ) -> None:
-    """Two where programs of 16 rows are many; 64 requests of 40 heads have 192 of them."""
+    """Two where programs of 16 rows are many; 64 requests of 40 heads have 192 of them.  In float8
+    fewer are many."""
     workspace = split_workspace(64, [(heads, 1)], v_head_dim=512, device=META)
-    found = extend_splits(
-        num_reqs,
-        num_reqs,
-        1,
-        max_rows=heads,
-        max_keys=1 << 17,
-        dtype=BF16,
-        workspace=workspace,
-        is_wide=True,
-    )
-    assert found == wanted
+    found = [
+        extend_splits(
+            num_reqs,
+            num_reqs,
+            1,
+            max_rows=heads,
+            max_keys=1 << 17,
+            dtype=BF16,
+            workspace=workspace,
+            is_wide=True,
+            is_scaled=is_scaled,
+        )
+        for is_scaled in (False, True)
+    ]
+    assert found == [wanted, scaled]

@@ -12,6 +12,7 @@ from paceline.kernels.paged_attention import (
     SplitWorkspace,
     Weighing,
 )
+from paceline.kernels.scaled_latents import ScaledLatents, quantise_latents
 from paceline.proof.rig.paged import errors, permuted_pages
 
 pytest.importorskip("triton")
@@ -20,8 +21,13 @@ RANK, ROPE, PAGE = 64, 16, 16
 CPU = torch.device("cpu")
 
 
-def latent_call(heads: int, prefix_lens: list[int], extend: int, mask: MaskKind) -> PagedCall:
-    """Requests with `extend` tokens behind each prefix; of a tree the second half are siblings."""
+def latent_call(
+    heads: int, prefix_lens: list[int], extend: int, mask: MaskKind, *, scaled: bool = False
+) -> PagedCall:
+    """Requests with `extend` tokens behind each prefix; of a tree the second half are siblings.
+
+    scaled: rows of many magnitudes, in float8.
+    """
     lens = [prefix + extend for prefix in prefix_lens]
     generator = torch.Generator().manual_seed(7)
     table, num_pages = permuted_pages(lens, PAGE, generator, spare=1)
@@ -29,6 +35,13 @@ def latent_call(heads: int, prefix_lens: list[int], extend: int, mask: MaskKind)
     for request, length in enumerate(lens):
         if length % PAGE:
             rows[table[request, length // PAGE], length % PAGE :] = float("nan")
+    cache = PagedCache(rows, rows[..., :RANK])
+    if scaled:
+        rows[..., :RANK] *= torch.exp2(torch.arange(num_pages * PAGE) % 7 - 3.0).view(
+            -1, PAGE, 1, 1
+        )
+        codes, scales = quantise_latents(rows[..., :RANK])
+        cache = PagedCache(codes, codes, beside=ScaledLatents(rows[..., RANK:].clone(), scales))
     tokens, tree = len(lens) * extend, None
     if mask is MaskKind.TREE:
         tree = torch.ones(extend, extend, dtype=torch.bool).tril()
@@ -36,7 +49,7 @@ def latent_call(heads: int, prefix_lens: list[int], extend: int, mask: MaskKind)
         tree = tree.repeat(len(lens), 1)
     return PagedCall(
         torch.randn(tokens, heads, RANK + ROPE, generator=generator).bfloat16(),
-        PagedCache(rows, rows[..., :RANK]),
+        cache,
         PagedRows(
             table,
             torch.tensor(prefix_lens, dtype=torch.int32),
@@ -89,7 +102,34 @@ def test_each_tile_table_meets_the_definition(step: str, tile: str, splits: int)
     heads = rows + 6 if extend == 1 else rows // 4  # two tiles of rows, one with room
     call = latent_call(heads, [200, 0, 63], extend, mask)
     workspace = nan_workspace(call, splits) if splits > 1 else None
-    launch_paged_extend(call, workspace, splits=splits, config=latent_config(rows, programs))
+    launch_paged_extend(
+        call, workspace, splits=splits, config=latent_config(rows, programs, is_scaled=False)
+    )
+    found = errors(call.out, call.q, call.cache, call.rows, call.weighing)
+    assert float(found.max()) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "programs", "splits", "extend", "mask"),
+    [
+        (16, 1, 1, 6, MaskKind.TREE),
+        (16, 1000, 3, 1, MaskKind.CAUSAL),
+        (64, 1, 1, 5, MaskKind.CAUSAL),
+        (64, 1, 3, 1, MaskKind.CAUSAL),
+    ],
+    ids=["few-tree", "pairs", "wide", "wide-splits"],
+)
+def test_scaled_latents_meet_the_definition(
+    rows: int, programs: int, splits: int, extend: int, mask: MaskKind
+) -> None:
+    from paceline.kernels._triton.paged_extend import latent_config, launch_paged_extend
+
+    heads = rows + 6 if extend == 1 else rows // 4
+    call = latent_call(heads, [200, 0, 63], extend, mask, scaled=True)
+    workspace = nan_workspace(call, splits) if splits > 1 else None
+    launch_paged_extend(
+        call, workspace, splits=splits, config=latent_config(rows, programs, is_scaled=True)
+    )
     found = errors(call.out, call.q, call.cache, call.rows, call.weighing)
     assert float(found.max()) <= 1.0
 
@@ -98,7 +138,10 @@ def test_many_programs_of_few_rows_have_a_neighbour_with_fewer_keys() -> None:
     """Two of them, queries and three tiles each, fit the 227 KiB of a multiprocessor."""
     from paceline.kernels._triton.paged_extend import latent_config
 
-    few, many, wide = latent_config(16, 64), latent_config(16, 65), latent_config(64, 1000)
+    few, many, wide = (
+        latent_config(rows, programs, is_scaled=False)
+        for rows, programs in ((16, 64), (16, 65), (64, 1000))
+    )
     assert (few.block_keys, many.block_keys, wide.block_keys) == (64, 32, 64)
     tiles, queries = many.num_stages - 1, many.block_rows
     assert 2 * 576 * 2 * (tiles * many.block_keys + queries) < 227 << 10

@@ -16,6 +16,7 @@ from paceline.kernels.latent_rows import (
     latent_rows_reference,
 )
 from paceline.kernels.rope import Rope
+from paceline.kernels.scaled_latents import ScaledLatents
 
 RANK, ROPE, HEADS, TOKENS, PAGE = 24, 8, 5, 4, 2
 Run = Callable[..., Tensor]
@@ -35,7 +36,9 @@ def run_triton(
 
     rows = torch.full((len(row), 1, row.shape[1]), float("nan"), dtype=row.dtype)
     turn = (rope.cos_sin, rope.positions)
-    launch_latent_rows(turning, row, queries, *norm, *turn, pairs, *into, rows, block_heads=2)
+    cache, loc, beside = into
+    places = (cache, loc, *(beside or (None, None)))
+    launch_latent_rows(turning, row, queries, *norm, *turn, pairs, *places, rows, block_heads=2)
     return rows
 
 
@@ -99,6 +102,35 @@ def test_rows_are_normalised_laid_out_rotated_and_written(
     torch.testing.assert_close(rows, wanted, **bound)
     torch.testing.assert_close(mine.queries, theirs.queries, **bound)
     torch.testing.assert_close(mine.pool, theirs.pool, **bound)
+
+
+@RUNS
+def test_latents_in_float8_are_what_the_format_says(run: Run) -> None:
+    """Of rows whose largest number is 448 / 256 times a power of two, just above it, 0 and NaN."""
+    data = make()
+    pages = data.into.cache.shape[:2]
+    row = data.row.clone()
+    row[:, :RANK] = 1.0
+    row[:, 0] = torch.tensor([1.75, 1.7578125, 0.0, float("nan")])
+    row[2, :RANK] = 0.0
+    codes = torch.zeros(*pages, 1, RANK, dtype=torch.float8_e4m3fn)
+    turned, scales = (torch.full((*pages, 1, n), 9.0) for n in (ROPE, 1))
+    beside = ScaledLatents(turned.bfloat16(), scales)
+    into = LatentSlots(codes, data.into.loc, beside)
+    norm = LatentNorm(torch.ones(RANK).bfloat16(), 1e-6)
+    rows = replace(data, row=row, into=into, norm=norm).launch(run, pairs=True)
+    loc = data.into.loc
+    held, beside_held = codes.flatten(0, 1)[loc], scales.flatten(0, 1)[loc].double()
+    latents, largest = rows[..., :RANK].double(), rows[..., :RANK].abs().amax(-1, keepdim=True)
+    wanted = torch.exp2(torch.ceil(torch.log2(largest.double().clamp(min=2.0**-14) / 448)))
+    assert torch.equal(beside_held[:3], wanted[:3])
+    assert torch.equal(held[:3].double(), (latents / wanted)[:3].to(codes.dtype).double())
+    if run is latent_rows:  # the interpreter's cast knows no NaN
+        assert held[3].float().isnan().all()
+    assert torch.equal(beside.turned.flatten(0, 1)[loc], rows[..., RANK:])
+    others = torch.ones(len(codes.flatten(0, 1)), dtype=torch.bool).index_fill_(0, loc, False)
+    assert (scales.flatten(0, 1)[others] == 9.0).all()
+    assert (beside.turned.flatten(0, 1)[others] == 9.0).all()
 
 
 @RUNS

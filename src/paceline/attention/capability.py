@@ -40,8 +40,13 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
         latents = can.latent_dims if heads.v_in_k else None
         dim, v_dim = heads.head_dim, heads.v_head_dim
         # Absorbed layers read the cache whatever the step says: skipped writes would go unseen.
-        is_read = want.cache_free and heads.v_in_k
-        need(not is_read, "steps", "with a cache where layers are of latents", "cache-free ones")
+        reads_cache = want.cache_free and heads.v_in_k
+        need(
+            not reads_cache, "steps", "with a cache where layers are of latents", "cache-free ones"
+        )
+        is_scaled = heads.v_in_k and want.kv_dtype == torch.float8_e4m3fn
+        is_read = can.scaled_latents or not is_scaled or want.kv_dtype not in can.kv_dtypes
+        need(is_read, "latents", f"cached in {want.dtype}", "float8 with a scale for each row")
         if can.head_dims == frozenset() and not heads.v_in_k:
             need(False, "each layer", "of latents, with V in K", heads)
             continue

@@ -21,6 +21,7 @@ from paceline.core.model.config import Heads
 from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
+from paceline.kernels.scaled_latents import ScaledLatents
 from paceline.kernels.step_view import StepView
 
 
@@ -80,6 +81,7 @@ class Capabilities:
     )
     latent_dims: frozenset[tuple[int, int]] | None = None  # where V lies in K: columns that both
     # have, and those of K alone.  None: head_dims says it all
+    scaled_latents: bool = False  # reads latents in float8 with a scale for each row
     step_alone: bool = False  # serves Part.STEP, with a log-sum-exp
     chunks: bool = False  # layers that see the keys of a token's own chunk, in a tree too
 
@@ -170,7 +172,8 @@ class Limits:
 class LayerCache:
     """One attention layer with the part of the KV pool it owns.
 
-    A float8_e4m3fn cache holds value / scale and has both scales; any other has neither.
+    A float8_e4m3fn cache holds value / scale and has both scales, or, of latents, neither and
+    what lies beside its codes; any other has none of these.
     """
 
     spec: AttentionSpec
@@ -181,6 +184,8 @@ class LayerCache:
     v_scale: Tensor | None  # [1]  float32  true V = stored * scale
     sinks: Tensor | None  # [num_heads]  float32  a score per head that adds to the softmax's
     # denominator and no value; scale and soft cap do not touch it
+    beside: ScaledLatents | None = None  # of latents in float8: k_cache and v_cache are their
+    # codes, [num_pages, page_size, 1, v_head_dim], and a query's last columns meet what turned
 
 
 Buffers = TypeVar("Buffers", default=Any)

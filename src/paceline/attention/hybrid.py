@@ -158,6 +158,7 @@ def _common(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         loads_dead_slots=prefill.loads_dead_slots or decode.loads_dead_slots,
         tree_windows=decode.tree_windows,
         shares_prefixes=decode.shares_prefixes,
+        scaled_latents=prefill.scaled_latents and decode.scaled_latents,
         step_alone=prefill.step_alone and decode.step_alone,
         chunks=prefill.chunks and decode.chunks,
         latent_dims=_both(prefill.latent_dims, decode.latent_dims),

@@ -40,7 +40,7 @@ def paged_call(
 
 def cache_of(layer: LayerCache) -> PagedCache:
     """Where a layer's keys and values lie."""
-    return PagedCache(layer.k_cache, layer.v_cache, layer.k_scale, layer.v_scale)
+    return PagedCache(layer.k_cache, layer.v_cache, layer.k_scale, layer.v_scale, layer.beside)
 
 
 def weighing_of(layer: LayerCache, part: Part) -> Weighing:

@@ -116,7 +116,10 @@ class AttentionShape:
     @property
     def kv_token_bytes(self) -> int:
         """K and V of one token."""
-        element = {"float32": 4}.get(self.dtype, 2) if self.kv_dtype == "auto" else 1
+        number = {"float32": 4}.get(self.dtype, 2)
+        if self.latent_rank and self.kv_dtype != "auto":  # codes, a scale, and what turned
+            return self.latent_rank + 4 + (self.head_dim - self.latent_rank) * number
+        element = number if self.kv_dtype == "auto" else 1
         columns = self.head_dim if self.latent_rank else 2 * self.head_dim
         return self.num_kv_heads * columns * element
 

@@ -18,6 +18,7 @@ from paceline.core.modes import MaskKind
 from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.kernels.paged_attention import PagedRows, Weighing
+from paceline.kernels.scaled_latents import ScaledLatents, latents_of, quantise_latents
 from paceline.kernels.step_view import GroupView, StepView
 from paceline.proof.rig.paged import errors, permuted_pages
 
@@ -128,15 +129,15 @@ def make_workload(
     tokens = len(kv_lens) * shape.extend_len
     q = torch.randn(tokens, shape.num_heads, shape.head_dim, generator=generator, device=device)
     dtype: torch.dtype = getattr(torch, shape.dtype)
-    new = view.groups[0].out_cache_loc
+    new_k, new_v = _new_rows(caches[0], view.groups[0].out_cache_loc)
     return Workload(
         shape=shape,
         kv_lens=tuple(kv_lens),
         view=view,
         layers=caches,
         q=q.to(dtype),
-        k=_new_rows(caches[0].k_cache.flatten(0, 1), new, caches[0].k_scale).to(dtype),
-        v=_new_rows(caches[0].v_cache.flatten(0, 1), new, caches[0].v_scale).to(dtype),
+        k=new_k.to(dtype),
+        v=new_v.to(dtype),
     )
 
 
@@ -182,6 +183,20 @@ def _layer(
         soft_cap=None,
         v_in_k=shape.heads.v_in_k,
     )
+    if spec.v_in_k and shape.kv_dtype != "auto":
+        dtype: torch.dtype = getattr(torch, shape.dtype)
+        rows = _poisoned(pool, dtype, slots, generator, finite=finite)
+        codes, of_rows = quantise_latents(rows[..., : spec.v_head_dim])
+        beside = ScaledLatents(rows[..., spec.v_head_dim :].contiguous(), of_rows)
+        return LayerCache(
+            spec=spec,
+            k_cache=codes,
+            v_cache=codes,
+            k_scale=None,
+            v_scale=None,
+            sinks=None,
+            beside=beside,
+        )
     k_cache = _poisoned(pool, kv_dtype_of(shape), slots, generator, finite=finite)
     if spec.v_in_k:
         v_cache = k_cache[..., : spec.v_head_dim]
@@ -253,9 +268,21 @@ def _view(shape: AttentionShape, kv_lens: Sequence[int], page_table: Tensor) -> 
     )
 
 
-def _new_rows(cache: Tensor, slots: Tensor, scale: Tensor | None) -> Tensor:
-    """[tokens, num_kv_heads, head_dim]: the true values at some slots."""
-    if scale is None:
-        return cache[slots]
-    # fp8 has no indexing everywhere; its bytes do
-    return cache.view(torch.uint8)[slots].view(cache.dtype).float() * scale
+def _new_rows(layer: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """[tokens, num_kv_heads, head_dim] both: the true keys and values at some slots."""
+    k, v = (_rows(cache, slots) for cache in (layer.k_cache, layer.v_cache))
+    if layer.beside is not None:
+        turned, scales = (_rows(part, slots) for part in layer.beside)
+        latents = latents_of(k, scales)
+        return torch.cat((latents, turned.float()), 2), latents
+    if layer.k_scale is None or layer.v_scale is None:
+        return k, v
+    return k.float() * layer.k_scale, v.float() * layer.v_scale
+
+
+def _rows(cache: Tensor, slots: Tensor) -> Tensor:
+    """[tokens, heads, dim] as they are stored; fp8 has no indexing everywhere, its bytes do."""
+    flat = cache.flatten(0, 1)
+    if flat.dtype != torch.float8_e4m3fn:
+        return flat[slots]
+    return flat.view(torch.uint8)[slots].view(flat.dtype)

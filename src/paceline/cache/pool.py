@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.core.dtypes import FP8
 from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import ROW_SCALES, RowPart
 
 
 class Scales(NamedTuple):
@@ -38,12 +39,17 @@ def torch_kv_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _dtype_of(part: RowPart, dtype: torch.dtype) -> torch.dtype:
+    """Of a part in a cache of `dtype`."""
+    return dtype if part.dtype is None else torch_kv_dtype(part.dtype)
+
+
 class LayerPages(NamedTuple):
     """One layer's share of a pool, by the names of parts."""
 
     parts: Mapping[str, Tensor]  # of [num_pages, page_size, *part.shape]
     scales: Mapping[str, Tensor]  # of [1] float32: true number = stored * scale; empty unless
-    # stored as float8
+    # stored as float8, and of latents, whose rows have scales of their own among the parts
 
 
 class KVPool:
@@ -61,11 +67,13 @@ class KVPool:
         self.num_pages = num_pages
         head = (len(spec.layer_ids), num_pages, spec.page_size)
         self.parts = {
-            part.name: torch.zeros(*head, *part.shape, dtype=kv.dtype, device=device)
+            part.name: torch.zeros(
+                *head, *part.shape, dtype=_dtype_of(part, kv.dtype), device=device
+            )
             for part in spec.stored
         }
         self._scales: Tensor | None = None  # [num_layers, num_parts, 1]  float32
-        if kv.is_scaled:
+        if kv.is_scaled and ROW_SCALES not in self.parts:
             known = [kv.scales.get(layer, Scales())._asdict() for layer in spec.layer_ids]
             scales = [[of[part.of or part.name] for part in spec.parts] for of in known]
             self._scales = torch.tensor(scales, dtype=torch.float32, device=device).unsqueeze(2)
@@ -109,7 +117,7 @@ class StatePool:
                 len(spec.layer_ids),
                 num_slots,
                 *part.shape,
-                dtype=dtype if part.dtype is None else torch_kv_dtype(part.dtype),
+                dtype=_dtype_of(part, dtype),
                 device=device,
             )
             for part in spec.stored

@@ -18,6 +18,7 @@ from paceline.core.modes import MaskKind
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.call import SCHEMA, PagedCall, Weighing
 from paceline.kernels.paged_attention.checks import check_lookback
+from paceline.kernels.scaled_latents import latents_of
 
 _EXPLICIT_ROWS = 256  # whose scores are in memory at a time
 
@@ -37,6 +38,7 @@ def _implementation(*args: Any) -> None:
     lookback = weighing.window if weighing.chunk is None else Chunk(weighing.chunk)
     offsets, prefixes = step.cu_seqlens_q.tolist(), step.prefix_lens.tolist()
     keys, values = _KeyValues(cache.k, page_table), _KeyValues(cache.v, page_table)
+    beside = [_KeyValues(part, page_table) for part in cache.beside or ()]
     pages = _live_pages(page_table, prefixes, offsets, cache.k.shape[1])
     extends = [end - start for start, end in itertools.pairwise(offsets)]
     is_fused = weighing.soft_cap is None and lse is None and weighing.sinks is None
@@ -58,8 +60,14 @@ def _implementation(*args: Any) -> None:
             visible = _visible(
                 prefix, extend, reach, kind=step.mask, tree=tree, ends=ends, lookback=lookback
             )
-        k = keys.select(request, pages[request], reach).to(q.dtype)
-        v = values.select(request, pages[request], reach).to(q.dtype)
+        k = keys.select(request, pages[request], reach)
+        if beside:
+            turned, scales = (part.select(request, pages[request], reach) for part in beside)
+            v = latents_of(k, scales).to(q.dtype)
+            k = torch.cat((v, turned), 3)
+        else:
+            k = k.to(q.dtype)
+            v = values.select(request, pages[request], reach).to(q.dtype)
         if is_fused:
             _fused(q[rows], k, v, visible, out[rows], scale=scale, is_causal=is_causal)
             continue

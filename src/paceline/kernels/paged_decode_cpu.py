@@ -64,8 +64,10 @@ def paged_decode_cpu(
             got=f"soft_cap {weighing.soft_cap}, prefix_only {weighing.prefix_only}",
             remedy="call paged_attention_cpu",
         )
+    *sides, beside = cache
+    assert beside is None, "paged_attention_cpu reads latents in float8"
     out = torch.empty(*q.shape[:2], cache.v.shape[3], dtype=q.dtype, device=q.device)
-    _PAGED_DECODE(q, *cache, extent, slots, bias, weighing.sinks, weighing.scale, out)
+    _PAGED_DECODE(q, *sides, extent, slots, bias, weighing.sinks, weighing.scale, out)
     return out
 
 

@@ -18,12 +18,13 @@ from paceline.attention.contract import (
 from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
 from paceline.core.model.cache_groups import CacheGroupSpec
-from paceline.core.model.config import LayerSpec, ModelConfig
+from paceline.core.model.config import ROW_SCALES, TURNED, LayerSpec, ModelConfig
 from paceline.core.model.lookback import Chunk
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows
 from paceline.kernels.ragged_attention import ragged_attention
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
+from paceline.kernels.scaled_latents import ScaledLatents
 from paceline.kernels.step_view import StepView
 
 
@@ -66,6 +67,7 @@ class StepContext:
         where asked, and writes K and V to the layer's pool.
         """
         layer = self._layer(layer_id)
+        assert layer.beside is None, "rows of latents come with their norm, to attend_latents"
         loc = self.view.groups[layer.spec.group].out_cache_loc
         v_cache = None if v is None else layer.v_cache
         into = KVSlots(layer.k_cache, v_cache, loc, layer.k_scale, layer.v_scale)
@@ -93,7 +95,8 @@ class StepContext:
         and writes rows to the layer's pool.
         """
         layer = self._layer(layer_id)
-        into = LatentSlots(layer.k_cache, self.view.groups[layer.spec.group].out_cache_loc)
+        loc = self.view.groups[layer.spec.group].out_cache_loc
+        into = LatentSlots(layer.k_cache, loc, layer.beside)
         rows = latent_rows(turning, row, queries, norm=norm, rope=rope, pairs=pairs, into=into)
         values = rows[..., : layer.spec.v_head_dim]
         out, _ = self.backend.forward(queries, rows, values, layer, self.plan, Part.ALL)
@@ -205,10 +208,16 @@ def layer_caches(
             k_scale=pages.scales.get("k"),
             v_scale=pages.scales.get("v"),
             sinks=sink,
+            beside=_beside(pages.parts),
         )
         for spec, pages, sink in zip(specs, caches, sinks, strict=True)
     }
     return tuple(attending.get(layer_id) for layer_id in range(config.num_layers))
+
+
+def _beside(parts: Mapping[str, Tensor]) -> ScaledLatents | None:
+    """What of a layer's pages lies beside codes; None: there are none."""
+    return ScaledLatents(parts[TURNED], parts[ROW_SCALES]) if ROW_SCALES in parts else None
 
 
 def attention_limits(

@@ -62,16 +62,20 @@ def read_kv_scales(folder: Path) -> dict[ScaleName, float]:
         }
 
 
-def kv_format(name: str, weights: Path | None, *, num_layers: int, notify: Notify) -> KVFormat:
+def kv_format(
+    name: str, weights: Path | None, *, num_layers: int, of_latents: bool, notify: Notify
+) -> KVFormat:
     """The format `name` (a value of kv_cache_dtype) for a checkpoint in folder `weights`.
 
-    weights: None where none are read.  Says which scales were found, or are not used, by an event.
+    weights: None where none are read.  of_latents: each row in float8 has a scale of its own.  Says
+    which scales were found, or are not used, by an event.
     Raises WeightsError for a broken scale, or one of no layer, of a cache that would use it.
     """
     dtype = torch_kv_dtype(name)
-    if name != FP8:
+    if name != FP8 or of_latents:
         if weights is not None and has_kv_scales(weights):
-            notify(Event("kv_scales_unused", f"those of the checkpoint; the cache is {name}"))
+            held = f"the cache is {name}" if name != FP8 else "rows of latents have their own"
+            notify(Event("kv_scales_unused", f"those of the checkpoint; {held}"))
         return KVFormat(dtype=dtype)
     found = {} if weights is None else read_kv_scales(weights)
     strangers = sorted({at.layer for at in found if at.layer >= num_layers})

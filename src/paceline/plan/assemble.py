@@ -24,7 +24,7 @@ from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
 from paceline.models.packed_layers import PLAIN, Packings
 from paceline.plan.attention_choice import mixer_choices
-from paceline.plan.speculation import Speculation, shape_of, target_groups
+from paceline.plan.speculation import Speculation, draft_groups, shape_of, target_groups
 from paceline.runner.build import build_parts
 from paceline.runner.program import Parts
 from paceline.runner.proposer import NOBODY, Proposer
@@ -182,7 +182,7 @@ def _proposer(
         return NOBODY
     drafter = speculation.drafter
     place = DraftPlacement(
-        groups=drafter.groups(known(decided.options.page_size)),
+        groups=draft_groups(drafter, decided.options),
         num_pages=decided.draft_pages,
         backend=backend,
         limits=limits,

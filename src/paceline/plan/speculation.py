@@ -5,13 +5,13 @@ options -> who drafts (named, or told from the draft model, or the bundled head)
         -> the drafter, read and checked against the target by its own folder
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Event
-from paceline.core.model.cache_groups import CacheGroupSpec, cache_group_specs
-from paceline.core.model.config import CacheKind, ModelConfig
+from paceline.core.model.cache_groups import CacheGroupSpec, cache_group_specs, in_format
+from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import OFF, SAMPLE_AND_MATCH, EngineOptions, known
 from paceline.models.locate import ModelSource
 from paceline.plan.contradictions import (
@@ -111,19 +111,24 @@ def shape_of(speculation: Speculation | None) -> DraftShape:
 
 
 def target_groups(target: ModelConfig, options: EngineOptions) -> tuple[CacheGroupSpec, ...]:
-    """The cache groups of a model under resolved options; states whose layers name no number format
-    have the activations', whatever that of the KV cache."""
+    """The cache groups of a model under resolved options."""
     groups = cache_group_specs(
         target, known(options.page_size), state_every=options.state_checkpoint_every
     )
-    return tuple(_in_format(group, known(options.dtype)) for group in groups)
+    return _in_formats(groups, options)
 
 
-def _in_format(group: CacheGroupSpec, dtype: str) -> CacheGroupSpec:
-    if group.kind is not CacheKind.STATE:
-        return group
-    parts = tuple(replace(part, dtype=part.dtype or dtype) for part in group.parts)
-    return replace(group, parts=parts)
+def draft_groups(drafter: Drafter, options: EngineOptions) -> tuple[CacheGroupSpec, ...]:
+    """A drafter's cache groups under resolved options."""
+    return _in_formats(drafter.groups(known(options.page_size)), options)
+
+
+def _in_formats(
+    groups: Sequence[CacheGroupSpec], options: EngineOptions
+) -> tuple[CacheGroupSpec, ...]:
+    return tuple(
+        in_format(group, known(options.dtype), known(options.kv_cache_dtype)) for group in groups
+    )
 
 
 def all_groups(
@@ -133,7 +138,7 @@ def all_groups(
     groups = target_groups(target, options)
     if speculation is None:
         return groups
-    return (*groups, *speculation.drafter.groups(known(options.page_size)))
+    return (*groups, *draft_groups(speculation.drafter, options))
 
 
 def without_speculation(asked: Mapping[str, object]) -> dict[str, object]:

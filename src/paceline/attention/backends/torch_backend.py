@@ -62,6 +62,7 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
         graph=GraphSupport.ALWAYS,
         host_plan=False,
         loads_dead_slots=False,
+        scaled_latents=True,
         step_alone=True,
         chunks=True,
     )
@@ -107,7 +108,8 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
         spec, table = layer.spec, plan.table
         if part is Part.STEP:
             return attend_step(q, k, v, layer, table)
-        if plan.groups is not None and spec.soft_cap is None and part is Part.ALL:
+        reads_rows = spec.soft_cap is None and layer.beside is None
+        if plan.groups is not None and reads_rows and part is Part.ALL:
             group = plan.groups[spec.group]
             out = paged_decode_cpu(
                 q,

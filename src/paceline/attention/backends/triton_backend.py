@@ -80,6 +80,7 @@ class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
         loads_dead_slots=False,
         shares_prefixes=True,
         step_alone=True,
+        scaled_latents=True,
         latent_dims=LATENT_DIMS,
     )
     kept_fields = frozenset({"finished"})
@@ -91,8 +92,6 @@ class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
         if config.kv_dtype == torch.float8_e4m3fn and arch < FP8_ARCH:
             reasons.append(f"CUDA arch must be at least {FP8_ARCH} for an fp8 cache, got {arch}")
         has_latents = any(heads.v_in_k for heads in config.heads)
-        if has_latents and config.kv_dtype != config.dtype:
-            reasons.append(f"KV dtype must be {config.dtype} with latents, got {config.kv_dtype}")
         if has_latents and config.dtype == torch.float32:
             reasons.append("dtype must be of 16 bits with latents, got torch.float32")
         if has_latents and config.step_alone:

@@ -4,9 +4,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.core.dtypes import ELEMENT_BYTES
+from paceline.core.dtypes import ELEMENT_BYTES, FP8
 from paceline.core.errors import ConfigError
-from paceline.core.model.config import SOFTMAX, Cached, CacheKind, ModelConfig, RowPart
+from paceline.core.model.config import (
+    SOFTMAX,
+    Cached,
+    CacheKind,
+    ModelConfig,
+    RowPart,
+    scaled_latent_parts,
+)
 from paceline.core.model.lookback import Chunk, Lookback, in_order
 
 READ, WRITE, CHECKPOINT = range(3)  # a STATE group's page table: slots of a request
@@ -77,6 +84,22 @@ class CacheGroupSpec:
         if self.kind is CacheKind.STATE:
             return per_row * len(self.layer_ids) + _LENGTH_BYTES
         return per_row * self.page_size * len(self.layer_ids)
+
+
+def in_format(group: CacheGroupSpec, dtype: str, kv_dtype: str) -> CacheGroupSpec:
+    """`group` as activations of `dtype` and a cache of `kv_dtype` have it.
+
+    States whose layers name no number format have the activations'.  Latents in float8 have scales
+    by rows.
+    """
+    if group.kind is CacheKind.STATE:
+        parts = tuple(replace(part, dtype=part.dtype or dtype) for part in group.parts)
+        return replace(group, parts=parts)
+    if kv_dtype != FP8 or all(part.of is None for part in group.parts):
+        return group
+    k, v = group.parts
+    rank = v.shape[1]
+    return replace(group, parts=scaled_latent_parts(rank, k.shape[1] - rank, dtype))
 
 
 def usual_state_every(page_size: int) -> int:

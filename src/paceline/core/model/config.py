@@ -229,6 +229,20 @@ def kv_parts(
     return (RowPart("k", (num_kv_heads, head_dim), by_heads=by_heads), v)
 
 
+TURNED, ROW_SCALES = "turned", "row_scales"  # parts of latents in float8
+
+
+def scaled_latent_parts(rank: int, turned: int, dtype: str) -> tuple[RowPart, ...]:
+    """The rows of latents in float8: K, which is V too, is codes in the cache's format; beside it
+    lie what turned, in `dtype`, and the scale of the row (kernels/scaled_latents.py)."""
+    return (
+        RowPart("k", (1, rank), by_heads=False),
+        RowPart("v", (1, rank), of="k", by_heads=False),
+        RowPart(TURNED, (1, turned), dtype=dtype, by_heads=False),
+        RowPart(ROW_SCALES, (1, 1), dtype="float32", by_heads=False),
+    )
+
+
 SOFTMAX = "softmax"  # the mixer kind that is attention
 
 

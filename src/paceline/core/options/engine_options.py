@@ -62,7 +62,7 @@ class EngineOptions:
     kv_cache_dtype: str | None = _of_memory(
         None,
         str,
-        "Number format of the KV cache: the model's, or 8 bits with a scale per layer.",
+        "Number format of the KV cache: the model's, or 8 bits with scales.",
         "--kv-cache-dtype",
         choices=tuple(KV_ELEMENT_BYTES),
         aliases=(("fp8", FP8), *DTYPE_WORDS),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
+from paceline.kernels._triton.scaled_latents import quantised
 
 _BLOCK_HEADS = 16  # of one program
 
@@ -46,8 +47,10 @@ def _latent_rows_kernel(
     weight_ptr,  # [RANK]
     cos_sin_ptr,  # [max_position, 2 * HALF] float32
     positions_ptr,  # [tokens] int64
-    cache_ptr,  # [num_pages, PAGE_SIZE, 1, RANK + 2 * HALF]
+    cache_ptr,  # [num_pages, PAGE_SIZE, 1, RANK + 2 * HALF]; with scales [..., RANK] float8
     loc_ptr,  # [tokens] int64
+    turned_ptr,  # [num_pages, PAGE_SIZE, 1, 2 * HALF] or None
+    row_scales_ptr,  # [num_pages, PAGE_SIZE, 1, 1] float32 or None
     rows_ptr,  # [tokens, 1, RANK + 2 * HALF]
     stride_turning_token,
     stride_turning_head,
@@ -57,6 +60,10 @@ def _latent_rows_kernel(
     stride_table_position,
     stride_cache_page,
     stride_cache_slot,
+    stride_turned_page,
+    stride_turned_slot,
+    stride_row_scales_page,
+    stride_row_scales_slot,
     stride_rows_token,
     heads,
     eps,
@@ -91,11 +98,8 @@ def _latent_rows_kernel(
         tl.store(target_ptrs + HALF, second, mask=mask)
     else:
         slot = tl.load(loc_ptr + token)
-        slot_ptr = (
-            cache_ptr
-            + (slot // PAGE_SIZE) * stride_cache_page
-            + (slot % PAGE_SIZE) * stride_cache_slot
-        )
+        page, slot = slot // PAGE_SIZE, slot % PAGE_SIZE
+        slot_ptr = cache_ptr + page * stride_cache_page + slot * stride_cache_slot
         made_ptr = rows_ptr + token * stride_rows_token
         token_ptr = row_ptr + token * stride_row_token
         x = tl.load(token_ptr + cols, mask=cols < RANK, other=0.0)
@@ -103,7 +107,15 @@ def _latent_rows_kernel(
         inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / RANK + eps)
         latent = ((wide * inverse).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
         tl.store(made_ptr + cols, latent, mask=cols < RANK)
-        tl.store(slot_ptr + cols, latent, mask=cols < RANK)
+        turned_slot_ptr = slot_ptr + RANK
+        if row_scales_ptr is None:
+            tl.store(slot_ptr + cols, latent, mask=cols < RANK)
+        else:
+            codes, scale = quantised(latent)
+            tl.store(slot_ptr + cols, codes, mask=cols < RANK)
+            scale_ptr = row_scales_ptr + page * stride_row_scales_page
+            tl.store(scale_ptr + slot * stride_row_scales_slot, scale)
+            turned_slot_ptr = turned_ptr + page * stride_turned_page + slot * stride_turned_slot
         one = tl.zeros([1, 1], tl.int32)
         own_first, own_second = _turned(
             token_ptr + RANK + one, one == 0, half, cos, sin, HALF, PAIRS
@@ -112,8 +124,8 @@ def _latent_rows_kernel(
         is_half = (half < HALF)[None, :]
         tl.store(made_ptr + place, own_first, mask=is_half)
         tl.store(made_ptr + place + HALF, own_second, mask=is_half)
-        tl.store(slot_ptr + place, own_first, mask=is_half)
-        tl.store(slot_ptr + place + HALF, own_second, mask=is_half)
+        tl.store(turned_slot_ptr + half[None, :], own_first, mask=is_half)
+        tl.store(turned_slot_ptr + (HALF + half)[None, :], own_second, mask=is_half)
 
 
 def launch_latent_rows(
@@ -127,6 +139,8 @@ def launch_latent_rows(
     pairs: bool,
     cache: Tensor,
     loc: Tensor,
+    turned: Tensor | None,
+    row_scales: Tensor | None,
     rows: Tensor,
     *,
     block_heads: int = _BLOCK_HEADS,
@@ -148,12 +162,16 @@ def launch_latent_rows(
         positions,
         cache,
         loc,
+        turned,
+        row_scales,
         rows,
         *turning.stride()[:2],
         row.stride(0),
         *queries.stride()[:2],
         cos_sin.stride(0),
         *cache.stride()[:2],
+        *((0, 0) if turned is None else turned.stride()[:2]),
+        *((0, 0) if row_scales is None else row_scales.stride()[:2]),
         rows.stride(0),
         heads,
         eps,

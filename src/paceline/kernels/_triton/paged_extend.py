@@ -79,9 +79,12 @@ def extend_config(
     )
 
 
-def latent_config(block_rows: int, programs: int) -> SplitConfig:
-    """The same where V lies in K: a tile of keys is read once and is wide."""
-    pairs = in_pairs(block_rows, programs)
+def latent_config(block_rows: int, programs: int, *, is_scaled: bool) -> SplitConfig:
+    """The same where V lies in K: a tile of keys is read once and is wide.
+
+    is_scaled: in float8.
+    """
+    pairs = in_pairs(block_rows, programs, is_scaled=is_scaled)
     few_warps = pairs or (block_rows < WIDE_ROWS and programs >= _MANY_LATENT)
     return SplitConfig(
         block_rows=block_rows,
@@ -103,7 +106,7 @@ def launch_paged_extend(
 
     workspace: where splits of several meet.
     """
-    q, cache, reqs, weighing, out, lse = call
+    q, cache, reqs, weighing, _, _ = call
     require_runnable(
         "q of paged_extend", q, paged_extend_kernel, otherwise="choose the torch attention backend"
     )
@@ -111,15 +114,14 @@ def launch_paged_extend(
     _, page_size, kv_heads, v_head_dim = cache.v.shape
     group, num_reqs = heads // kv_heads, reqs.page_table.shape[0]
     max_rows = reqs.max_extend_len * group
-    tree_mask = reqs.tree_mask
-
     v_in_k = cache.v_in_k
     dim_k = v_head_dim if v_in_k else head_dim
 
     def tiles_of(rows: int, *, is_split: bool) -> SplitConfig:
         few = row_tile(num_reqs, kv_heads, rows, dtype=q.dtype, is_wide=v_in_k)
         if v_in_k:
-            return latent_config(few, num_reqs * kv_heads * cdiv(rows, few))
+            programs = num_reqs * kv_heads * cdiv(rows, few)
+            return latent_config(few, programs, is_scaled=cache.beside is not None)
         return extend_config(
             rows,
             head_dim,
@@ -132,36 +134,6 @@ def launch_paged_extend(
         )
 
     config = config or tiles_of(max_rows, is_split=splits > 1)
-    arguments = (
-        q,
-        cache.k,
-        cache.v,
-        reqs.page_table,
-        reqs.prefix_lens,
-        reqs.kv_lens,
-        reqs.cu_seqlens_q,
-        tree_mask,
-        reqs.visible_end,
-        cache.k_scale,
-        cache.v_scale,
-        weighing.sinks,
-        out,
-        lse,
-        None if workspace is None else workspace.partial_out,
-        None if workspace is None else workspace.partial_lse,
-        None if workspace is None else workspace.finished,
-        *q.stride()[:2],
-        *cache.k.stride()[:3],
-        *cache.v.stride()[:3],
-        reqs.page_table.stride(0),
-        reqs.page_table.shape[1],
-        0 if tree_mask is None else tree_mask.stride(0),
-        *out.stride()[:2],
-        heads,
-        weighing.scale,
-        splits,
-        num_reqs,
-    )
     constants = {
         "MASK": reqs.mask.value,
         "WINDOW": weighing.window,
@@ -184,7 +156,7 @@ def launch_paged_extend(
         "MERGES": not v_in_k,
         "WIDEN": q.dtype == torch.bfloat16 and interpreted(paged_extend_kernel),
     }
-    start = partial(_start, q.device, arguments, constants)
+    start = partial(_start, call, workspace, splits, constants)
     tiles = cdiv(max_rows, config.block_rows)
     slots = tokens * group // config.block_rows + num_reqs
     if splits > 1 or slots >= tiles * num_reqs:
@@ -202,8 +174,9 @@ def launch_paged_extend(
 
 
 def _start(
-    device: torch.device,
-    arguments: tuple[object, ...],
+    call: PagedCall,
+    workspace: SplitWorkspace | None,
+    splits: int,
     constants: dict[str, Any],
     config: SplitConfig,
     grid: tuple[int, int, int],
@@ -212,14 +185,17 @@ def _start(
     most: int = _ALL_ROWS,
     in_slots: bool = False,
 ) -> None:
+    is_wide = config.block_rows == WIDE_ROWS
     merged = splits_per_load(
         config.block_rows, constants["BLOCK_DIM_V"], num_warps=config.num_warps
     )
-    loads_first = constants["V_IN_K"] and config.block_rows == WIDE_ROWS
+    loads_first = constants["V_IN_K"] and is_wide
+    # What feeds matrix units from shared memory is laid down there as float16, once.
+    words = call.cache.beside is not None and not is_wide
     launch(
         paged_extend_kernel,
         grid,
-        *arguments,
+        *_arguments(call, workspace, splits, words=words),
         above,
         most,
         IN_SLOTS=in_slots,
@@ -229,8 +205,50 @@ def _start(
         MERGE_SPLITS=merged,
         LOADS_FIRST=loads_first,
         LOOP_STAGES=config.num_stages if loads_first else None,
+        WORDS=words,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **constants,
-        **overlap_options(device, paged_extend_kernel),
+        **overlap_options(call.q.device, paged_extend_kernel),
+    )
+
+
+def _arguments(
+    call: PagedCall, workspace: SplitWorkspace | None, splits: int, *, words: bool
+) -> tuple[object, ...]:
+    """Those of the kernel that no launch of a call changes.  words: codes of latents by twos."""
+    q, cache, reqs, weighing, out, lse = call
+    k = cache.k.view(torch.int16) if words else cache.k
+    beside, tree_mask = cache.beside, reqs.tree_mask
+    return (
+        q,
+        k,
+        cache.v,
+        reqs.page_table,
+        reqs.prefix_lens,
+        reqs.kv_lens,
+        reqs.cu_seqlens_q,
+        tree_mask,
+        reqs.visible_end,
+        cache.k_scale,
+        cache.v_scale,
+        *(beside or (None, None)),
+        weighing.sinks,
+        out,
+        lse,
+        None if workspace is None else workspace.partial_out,
+        None if workspace is None else workspace.partial_lse,
+        None if workspace is None else workspace.finished,
+        *q.stride()[:2],
+        *k.stride()[:3],
+        *cache.v.stride()[:3],
+        *((0,) * 4 if beside is None else (s for part in beside for s in part.stride()[:2])),
+        reqs.page_table.stride(0),
+        reqs.page_table.shape[1],
+        0 if tree_mask is None else tree_mask.stride(0),
+        *out.stride()[:2],
+        q.shape[1],
+        weighing.scale,
+        splits,
+        reqs.page_table.shape[0],
     )

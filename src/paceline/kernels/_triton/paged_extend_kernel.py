@@ -31,6 +31,7 @@ from paceline.kernels._triton.primitives import (
     softmax_finish,
     softmax_step,
 )
+from paceline.kernels._triton.scaled_latents import halves_of, scaled_scores, scaled_step
 from paceline.kernels._triton.split_merge import finishes_last, merge_splits, store_partial
 from paceline.kernels._triton.visible_keys import tree_bits_of, tree_depths, visible_keys
 
@@ -46,14 +47,21 @@ def _attend_keys(
     tree_bits,  # [rows] int64
     visible_end,  # [rows] int32, of blocks
     q,  # [rows, BLOCK_DIM_K]
+    q_odd,  # of WORDS like q, which is of even columns then; else None
     q_rest,  # [rows, BLOCK_REST] or None
     k_head_ptr,  # [pages, page_size, head_dim] one KV head
     v_head_ptr,  # [pages, page_size, v_head_dim] one KV head
+    turned_ptr,  # [pages, page_size, DIM_REST] or None
+    row_scale_ptr,  # [pages, page_size] float32 or None
     tree_mask_ptr,  # [tokens, max_extend_len] bool or None
     stride_k_page,
     stride_k_slot,
     stride_v_page,
     stride_v_slot,
+    stride_turned_page,
+    stride_turned_slot,
+    stride_row_scale_page,
+    stride_row_scale_slot,
     stride_tree_token,
     token_begin,
     prefix_len,
@@ -61,7 +69,9 @@ def _attend_keys(
     running_max,  # [rows] float32
     running_sum,  # [rows] float32; of latents [rows, keys]
     acc,  # [rows, BLOCK_DIM_V] float32
-    scale,
+    acc_odd,  # of WORDS like acc, which is of even columns then; else any
+    scale,  # a number, or of narrowed queries [rows, 1]
+    scale_rest,  # of q_rest
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -75,6 +85,7 @@ def _attend_keys(
     DIM_REST: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     V_IN_K: tl.constexpr,
+    WORDS: tl.constexpr,  # codes are read by twos, and queries and sums are in two halves
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
@@ -91,13 +102,32 @@ def _attend_keys(
         v_offsets = k_offsets
     else:
         v_offsets = page.to(tl.int64) * stride_v_page + slot * stride_v_slot
-    k = load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, MASKED).to(q.dtype)
-    if V_IN_K:
+    if WORDS:
+        k = load_rows(k_head_ptr, k_offsets, live, DIM_K // 2, BLOCK_DIM_K // 2, MASKED)
+    else:
+        k = load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, MASKED).to(q.dtype)
+    if row_scale_ptr is not None:
+        rest_offsets = page.to(tl.int64) * stride_turned_page + slot * stride_turned_slot
+        rest = load_rows(turned_ptr, rest_offsets, live, DIM_REST, BLOCK_REST, MASKED)
+        scale_offsets = page.to(tl.int64) * stride_row_scale_page + slot * stride_row_scale_slot
+        if MASKED:
+            row_scale = tl.load(row_scale_ptr + scale_offsets, mask=live, other=1.0)
+        else:
+            row_scale = tl.load(row_scale_ptr + scale_offsets)
+    elif V_IN_K:
         rest = load_rows(k_head_ptr + DIM_K, k_offsets, live, DIM_REST, BLOCK_REST, MASKED)
     # It always holds: Triton puts what stands under a condition behind the next tile's loads.
     if not LOADS_FIRST or start < end:
         if V_IN_K:
-            products = latent_scores(q, q_rest, k, rest, scale, extend_len > 0, LOADS_FIRST, WIDEN)
+            if row_scale_ptr is not None:
+                products = scaled_scores(
+                    q, q_odd, q_rest, k, rest, row_scale, scale, scale_rest,
+                    extend_len > 0, LOADS_FIRST, WIDEN,
+                )  # fmt: skip
+            else:
+                products = latent_scores(
+                    q, q_rest, k, rest, scale, extend_len > 0, LOADS_FIRST, WIDEN
+                )
             scores = scores_log2(products, 1.0, SOFT_CAP)
         else:
             products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
@@ -109,7 +139,11 @@ def _attend_keys(
                 NODES,
             )  # fmt: skip
             scores = tl.where(visible, scores, float("-inf"))
-        if V_IN_K:
+        if row_scale_ptr is not None:
+            running_max, running_sum, acc, acc_odd = scaled_step(
+                scores, k, row_scale, running_max, running_sum, acc, acc_odd, WIDEN
+            )
+        elif V_IN_K:
             running_max, running_sum, acc = latent_step(
                 scores, k, running_max, running_sum, acc, WIDEN
             )
@@ -118,7 +152,7 @@ def _attend_keys(
             running_max, running_sum, acc = softmax_step(
                 scores, v, running_max, running_sum, acc, WIDEN
             )
-    return running_max, running_sum, acc
+    return running_max, running_sum, acc, acc_odd
 
 
 @triton.jit
@@ -182,6 +216,8 @@ def paged_extend_kernel(
     visible_end_ptr,  # [tokens] int32 or None
     k_scale_ptr,  # [1] float32 or None
     v_scale_ptr,  # [1] float32 or None
+    turned_ptr,  # [num_pages, page_size, 1, DIM_REST] or None
+    row_scale_ptr,  # [num_pages, page_size, 1, 1] float32 or None
     sinks_ptr,  # [heads] float32 or None
     out_ptr,  # [tokens, heads, v_head_dim]
     lse_ptr,  # [tokens, heads] float32
@@ -196,6 +232,10 @@ def paged_extend_kernel(
     stride_v_page,
     stride_v_slot,
     stride_v_head,
+    stride_turned_page,
+    stride_turned_slot,
+    stride_row_scale_page,
+    stride_row_scale_slot,
     stride_page_table_req,
     max_pages,
     stride_tree_token,
@@ -223,6 +263,7 @@ def paged_extend_kernel(
     DIM_REST: tl.constexpr,  # columns of K behind DIM_K; 0 unless V lies in K
     BLOCK_REST: tl.constexpr,
     V_IN_K: tl.constexpr,
+    WORDS: tl.constexpr,  # codes are read by twos, and queries and sums are in two halves
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
@@ -331,8 +372,14 @@ def paged_extend_kernel(
             return
     step = live_splits * BLOCK_KEYS
 
+    scale_rest = scale
     if k_scale_ptr is not None:
         q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
+    q_odd = None
+    if row_scale_ptr is not None:
+        q, scale = narrow_query(q, scale)
+        if WORDS:
+            q, q_odd = halves_of(q)
     k_head_ptr = k_cache_ptr + kv_head * stride_k_head
     v_head_ptr = v_cache_ptr + kv_head * stride_v_head
     running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
@@ -340,37 +387,50 @@ def paged_extend_kernel(
         running_sum = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
     else:
         running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
+    acc_odd = tl.zeros([1, 1], tl.float32)
+    if WORDS:
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V // 2], tl.float32)
+        acc_odd = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V // 2], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
     if not ONE_LOOP:
         for start in tl.range(first, full_end, step, num_stages=LOOP_STAGES):
             next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
-            running_max, running_sum, acc = _attend_keys(
+            running_max, running_sum, acc, acc_odd = _attend_keys(
                 start, page, end, query_position, token, row_live, tree_bits, visible_end,
-                q, q_rest, k_head_ptr, v_head_ptr, tree_mask_ptr,
-                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
-                token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
-                MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K,
-                BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES,
-                WIDEN, LOADS_FIRST, MASKED=False,
+                q, q_odd, q_rest, k_head_ptr, v_head_ptr, turned_ptr, row_scale_ptr, tree_mask_ptr,
+                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
+                stride_turned_page, stride_turned_slot,
+                stride_row_scale_page, stride_row_scale_slot, stride_tree_token,
+                token_begin, prefix_len, extend_len, running_max, running_sum, acc, acc_odd,
+                scale, scale_rest,
+                MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
+                DIM_REST, BLOCK_REST, V_IN_K, WORDS, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
+                LOADS_FIRST, MASKED=False,
             )  # fmt: skip
             page = next_page
         first = full_end
     for start in tl.range(first, end, step, num_stages=LOOP_STAGES):
         next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
-        running_max, running_sum, acc = _attend_keys(
+        running_max, running_sum, acc, acc_odd = _attend_keys(
             start, page, end, query_position, token, row_live, tree_bits, visible_end,
-            q, q_rest, k_head_ptr, v_head_ptr, tree_mask_ptr,
-            stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
-            token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
-            MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K,
-            BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES,
-            WIDEN, LOADS_FIRST, MASKED=True,
+            q, q_odd, q_rest, k_head_ptr, v_head_ptr, turned_ptr, row_scale_ptr, tree_mask_ptr,
+            stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
+            stride_turned_page, stride_turned_slot,
+            stride_row_scale_page, stride_row_scale_slot, stride_tree_token,
+            token_begin, prefix_len, extend_len, running_max, running_sum, acc, acc_odd,
+            scale, scale_rest,
+            MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
+            DIM_REST, BLOCK_REST, V_IN_K, WORDS, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
+            LOADS_FIRST, MASKED=True,
         )  # fmt: skip
         page = next_page
 
     let_next_start(OVERLAPPED)
     if V_IN_K:
         running_sum = tl.sum(running_sum, axis=1)
+    if WORDS:
+        acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_ROWS, BLOCK_DIM_V])
     out, lse = softmax_finish(running_max, running_sum, acc)
     if v_scale_ptr is not None:
         out *= tl.load(v_scale_ptr)

@@ -9,8 +9,9 @@ from torch import Tensor
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import reject
 from paceline.kernels.paged_attention.call import PagedCache, PagedCall, Weighing
+from paceline.kernels.scaled_latents import CODE, ScaledLatents
 
-FP8 = torch.float8_e4m3fn  # the one quantised cache format
+FP8 = CODE  # the one quantised cache format
 
 
 def check_call(call: PagedCall, num_reqs: int) -> None:
@@ -33,11 +34,12 @@ def _check_cache(q: Tensor, cache: PagedCache) -> None:
             remedy="view the projection as heads",
         )
     k_cache, v_cache = cache.k, cache.v
-    is_pages = k_cache.dim() == 4 and k_cache.shape[3] == q.shape[2]
+    columns = q.shape[2] - (cache.head_dim - k_cache.shape[-1])
+    is_pages = k_cache.dim() == 4 and k_cache.shape[3] == columns
     if not is_pages or not (_matches(k_cache, q) or _matches(k_cache, q, FP8)):
         reject(
             "k_cache",
-            expected=f"{q.dtype} or {FP8} [num_pages, page_size, kv_heads, {q.shape[2]}] on "
+            expected=f"{q.dtype} or {FP8} [num_pages, page_size, kv_heads, {columns}] on "
             f"{q.device}",
             got=k_cache,
             remedy="pass one layer's K pages in NHD order",
@@ -61,6 +63,9 @@ def _check_cache(q: Tensor, cache: PagedCache) -> None:
 
 def _check_scales(cache: PagedCache) -> None:
     """An fp8 cache has both scales, [1] float32; any other has none."""
+    if cache.beside is not None:
+        _check_latents(cache, cache.beside)
+        return
     for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
         if cache.k.dtype == FP8:
             if scale is None or scale.dtype != torch.float32 or scale.shape != (1,):
@@ -77,6 +82,40 @@ def _check_scales(cache: PagedCache) -> None:
                 got=scale,
                 remedy="only a quantised cache has scales",
             )
+
+
+def _check_latents(cache: PagedCache, beside: ScaledLatents) -> None:
+    """Codes of one KV head, which are V too, with a scale and what turned for each."""
+    pages = cache.k.shape[:3]
+    if cache.k.dtype != FP8 or pages[2] != 1 or cache.v.data_ptr() != cache.k.data_ptr():
+        reject(
+            "k_cache",
+            expected=f"{FP8} [num_pages, page_size, 1, rank], which is v_cache too, of latents",
+            got=cache.k,
+            remedy="pass the codes of a layer's latents as both",
+        )
+    if cache.k_scale is not None or cache.v_scale is not None:
+        reject(
+            "k_scale",
+            expected="None, for latents, whose rows have their own",
+            got=cache.k_scale,
+            remedy="leave scales of a layer out",
+        )
+    turned, scales = beside
+    if turned.shape[:3] != pages or turned.dtype == FP8 or turned.stride(3) != 1:
+        reject(
+            "turned",
+            expected=f"{list(pages)} + [rope_dim] in the model's dtype",
+            got=turned,
+            remedy="pass the same layer's rows of what turned",
+        )
+    if scales.shape != (*pages, 1) or scales.dtype != torch.float32:
+        reject(
+            "scales",
+            expected=f"float32 {[*pages, 1]}",
+            got=scales,
+            remedy="pass the same layer's scales of rows",
+        )
 
 
 def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:

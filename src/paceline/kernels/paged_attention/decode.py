@@ -49,6 +49,13 @@ def paged_decode(
             remedy="call paged_extend for the prefix alone",
         )
     max_keys = most_keys(rows.page_table, cache.k, weighing.most_keys)
+    if cache.beside is not None:
+        raise KernelArgumentError.about(
+            "k_cache",
+            expected="of heads, or latents in the model's dtype",
+            got="latents with scales",
+            remedy="call paged_extend, which reads them",
+        )
     kv_heads = cache.k.shape[2]
     splits = decode_splits(num_reqs, kv_heads, max_keys=max_keys, device=q.device)
     shares = decode_shares(num_reqs, kv_heads, max_keys=max_keys, device=q.device)

@@ -61,6 +61,7 @@ def _shared(
         dtype=call.q.dtype,
         workspace=workspace,
         is_wide=cache.v_in_k,
+        is_scaled=cache.beside is not None,
     )
     if splits == 1:
         return 1, None, None, None

@@ -11,8 +11,9 @@ and with a window only those with key position > query position − window, with
 with key position >= query position − query position mod chunk.  A position is the absolute index,
 except in a tree, where it is prefix + depth (ancestors without the token itself).
 scores = q.k * scale, then cap * tanh(score / cap) if soft-capped.  A quantised cache holds
-k / k_scale and v / v_scale.  A sink is one more score of its head, neither scaled nor capped, whose
-weight goes to no value; lse leaves it out, and so does everything with prefix_only.
+k / k_scale and v / v_scale, or latents scaled by rows (kernels/scaled_latents.py).  A sink is one
+more score of its head, neither scaled nor capped, whose weight goes to no value; lse leaves it out,
+and so does everything with prefix_only.
 """
 
 import torch
@@ -49,8 +50,7 @@ def paged_attention_reference(
         mine = slice(starts[r], starts[r] + extend)
         num_keys = prefix if weighing.prefix_only else kv_len
         pages = rows.page_table[r]
-        k = gather_pages(cache.k, pages, num_keys, cache.k_scale).to(compute_dtype)
-        v = gather_pages(cache.v, pages, num_keys, cache.v_scale).to(compute_dtype)
+        k, v = (each.to(compute_dtype) for each in _keys_and_values(cache, pages, num_keys))
         tree = None if rows.tree_mask is None else rows.tree_mask[mine, :extend]
         visible = visible_keys(
             prefix,
@@ -71,6 +71,16 @@ def paged_attention_reference(
             sinks=None if weighing.prefix_only else weighing.sinks,
         )
     return out, lse
+
+
+def _keys_and_values(cache: PagedCache, pages: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """[num_keys, kv_heads, dim] both, as they are true."""
+    if cache.beside is None:
+        k = gather_pages(cache.k, pages, num_keys, cache.k_scale)
+        return k, gather_pages(cache.v, pages, num_keys, cache.v_scale)
+    turned, scales = (gather_pages(part, pages, num_keys) for part in cache.beside)
+    latents = gather_pages(cache.k, pages, num_keys).double() * scales.double()
+    return torch.cat((latents, turned.double()), 2), latents
 
 
 def gather_pages(

@@ -28,6 +28,7 @@ _ROW_TILES = (16, 32)  # of them in one program
 WIDE_ROWS = 64  # of them where each is wide: a whole tile of the matrix units
 _FEW_PROGRAMS = 64  # so many leave processors idle
 _MANY_WIDE = 65  # programs of few wide rows, too many to have splits of their own: dealt in pairs
+_MANY_SCALED = 16  # the same of latents in float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,18 +107,20 @@ def extend_splits(
     dtype: torch.dtype,
     workspace: SplitWorkspace,
     is_wide: bool = False,
+    is_scaled: bool = False,
 ) -> int:
     """How many splits an extend uses: some where rows are few, 1 where they are many.
 
     `max_rows` is the query rows of a KV head: tokens of the longest request times the group.
-    is_wide: rows are so wide that a multiprocessor holds one program, or two of few keys.
+    is_wide: rows are so wide that a multiprocessor holds one program, or two of few keys;
+    is_scaled: of these, latents in float8.
     """
     if max_rows > _MOST_SPLIT_ROWS:
         return 1
     rows = row_tile(num_reqs, num_kv_heads, max_rows, dtype=dtype, is_wide=is_wide)
     row_tiles = -(-max_rows // rows)
     programs = num_reqs * num_kv_heads * row_tiles
-    per_sm = _PROGRAMS_PER_SM if not is_wide or in_pairs(rows, programs) else 1
+    per_sm = _PROGRAMS_PER_SM if not is_wide or in_pairs(rows, programs, is_scaled=is_scaled) else 1
     splits = _shares(programs, per_sm * multiprocessors(workspace.partial_out.device))
     has_counters = programs <= workspace.finished.numel()
     affordable = workspace.partial_lse.shape[0] // tokens if has_counters else 1
@@ -155,10 +158,11 @@ def row_tile(
     return small if is_small else large
 
 
-def in_pairs(rows: int, programs: int) -> bool:
+def in_pairs(rows: int, programs: int, *, is_scaled: bool) -> bool:
     """Whether a multiprocessor is to hold two of `programs` with so many wide rows each: few rows
-    of many programs.  Two wait for less than one that has as many keys in flight."""
-    return rows < WIDE_ROWS and programs >= _MANY_WIDE
+    of many programs.  Two wait for less than one that has as many keys in flight; codes, which
+    warps make numbers of, are half the bytes to wait for."""
+    return rows < WIDE_ROWS and programs >= (_MANY_SCALED if is_scaled else _MANY_WIDE)
 
 
 def most_keys(page_table: Tensor, k_cache: Tensor, most: int | None) -> int:

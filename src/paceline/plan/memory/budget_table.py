@@ -31,7 +31,7 @@ def table(fit: Fit) -> str:
     if fit.short_by_bytes:
         rows.append(f"  does not fit: short by {gib(fit.short_by_bytes)}")
         return "\n".join(rows)
-    holds = f"KV holds {fit.kv_tokens} tokens; " if fit.kv_tokens else ""
+    holds = f"KV holds {fit.kv_tokens} tokens{_each(fit)}; " if fit.kv_tokens else ""
     rows.append(f"{holds}longest request {fit.max_model_len} tokens")
     rows += [_states(group) for group in fit.groups if group.slots is not None]
     rows += [_encoded(group) for group in fit.groups if group.encoder_len is not None]
@@ -42,6 +42,12 @@ def table(fit: Fit) -> str:
         for row in fit.concurrency
     ]
     return "\n".join(rows)
+
+
+def _each(fit: Fit) -> str:
+    """Bytes of a token, where one group holds them."""
+    holders = [group for group in fit.groups if group.tokens is not None]
+    return f" of {holders[0].page_bytes // holders[0].page_size} bytes" if len(holders) == 1 else ""
 
 
 def _states(group: GroupBudget) -> str:
