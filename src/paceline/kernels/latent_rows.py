@@ -44,8 +44,9 @@ def latent_rows_reference(
 ) -> Tensor:
     """The definition; arguments, result and mutation as `latent_rows`."""
     rank = norm.weight.shape[0]
+    start = queries.shape[2] - turning.shape[2]
     latent = rms_norm_reference(row[:, :rank], norm.weight, norm.eps)
-    queries[..., rank:] = rope_reference(_halves(turning, pairs), rope.cos_sin, rope.positions)
+    queries[..., start:] = rope_reference(_halves(turning, pairs), rope.cos_sin, rope.positions)
     turned = rope_reference(_halves(row[:, None, rank:], pairs), rope.cos_sin, rope.positions)
     rows = torch.cat((latent.unsqueeze(1), turned), dim=2)
     write_kv_reference(rows, into.cache, into.loc, None)
@@ -71,12 +72,13 @@ def _bind_latent_rows(
     rows: Tensor,
 ) -> Run:
     rank = weight.shape[0]
+    turned, own = queries[..., -turning.shape[2] :], rows[..., rank:]
     parts = [bind_rms_norm(row[:, :rank], weight, eps, False, False, rows[:, 0, :rank])]
-    parts.append(bind_rope(queries, rows, cos_sin, positions, rank))
+    parts.append(bind_rope(turned, own, cos_sin, positions, 0))
     parts.append(bind_write_kv(rows, cache, loc, None))
     copies = [
-        _laid_out(each, made[..., rank:], pairs)
-        for each, made in ((turning, queries), (row[:, None, rank:], rows))
+        _laid_out(each, made, pairs)
+        for each, made in ((turning, turned), (row[:, None, rank:], own))
     ]
 
     def run() -> None:
@@ -123,7 +125,7 @@ def latent_rows(
     """Lay out and rotate what turns, normalise latents, and write a step's rows to their slots.
 
     turning: [tokens, heads, rope_dim] of the queries; row: [tokens, rank + rope_dim] as projected;
-    queries: [tokens, heads, rank + rope_dim], whose last rope_dim columns are written; all of one
+    queries: [tokens, heads, at least rope_dim], whose last rope_dim columns are written; all of one
     dtype, rows may be strided.  rope: over rope_dim alone; pairs: numbers that turn against each
     other are stored side by side.  Returns what is cached, [tokens, 1, rank + rope_dim].  Mutates
     queries and the cache.  Tokens that share a slot (padding) leave any one of their rows.
@@ -154,9 +156,10 @@ def _check(
     tokens, heads, rope_dim = turning.shape
     rank = norm.weight.shape[0]
     width, device, dtype = rank + rope_dim, turning.device, turning.dtype
+    columns = max(rope_dim, queries.shape[-1])
     wanted = (
         ("row", row, (tokens, width), dtype),
-        ("queries", queries, (tokens, heads, width), dtype),
+        ("queries", queries, (tokens, heads, columns), dtype),
         ("norm.weight", norm.weight, (rank,), dtype),
         ("rope.cos_sin", rope.cos_sin, (rope.cos_sin.shape[0], rope_dim), torch.float32),
         ("rope.positions", rope.positions, (tokens,), torch.int64),

@@ -215,7 +215,8 @@ def _ragged_attention_kernel(
             for start in range(0, whole, BLOCK_KEYS):
                 running_max, running_sum, acc = _attend_tile(
                     start, begin_k, num_k, position, row_live, end, q, shared_q, k_head_ptr,
-                    v_head_ptr, shared_k_ptr, stride_k_token, stride_v_token, stride_shared_k_token, scale,
+                    v_head_ptr, shared_k_ptr, stride_k_token, stride_v_token, stride_shared_k_token,
+                scale,
                     running_max, running_sum, acc, BACK, AHEAD, ENDS, SOFT_CAP, DIM_K, DIM_V,
                     DIM_SHARED, BLOCK_DIM_K, BLOCK_DIM_V, BLOCK_DIM_SHARED, BLOCK_ROWS, BLOCK_KEYS,
                     WIDEN, False,
