@@ -5,10 +5,11 @@ from functools import partial
 
 import torch
 
+from paceline.core.expansion import Expansion
 from paceline.core.modes import End, MaskKind
 from paceline.core.progress import Progress
 from paceline.core.request.input_rows import EncoderInput
-from paceline.core.step import JoinDelta, RunKind, Step, StepRun, padded_step
+from paceline.core.step import JoinDelta, RunKind, Step, StepRun, leading_rows, padded_step
 from paceline.kernels.compile_ahead import compile_ahead
 from paceline.runner.extents import PaddedSize
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
@@ -194,12 +195,20 @@ class ModelRunner:
         if not backend.capabilities.host_plan:
             return None
         padded, proposer = padded_step(step, size.pad_lens(step.layout)), self._parts.proposer
+        expansion = self._expansion(step)
+        served = padded if expansion is None else leading_rows(padded, expansion.first_row)
 
         def plan() -> None:
-            backend.host_plan(padded, held)
+            if served.layout.rows:
+                backend.host_plan(served, held)
             proposer.host_plan(padded)
 
         return plan
+
+    def _expansion(self, step: Step) -> Expansion | None:
+        """A step that may be a graph has none: it is the same operations, as a graph or not."""
+        expansion = self._parts.expansion(step)
+        return None if expansion is None or self._keys.of(step) is not None else expansion
 
     def _program_of(self, step: Step, size: PaddedSize) -> StepProgram:
         parts = self._parts
@@ -218,6 +227,7 @@ class ModelRunner:
             observed=step.observed,
             masked=step.masks is not None,
             ends=step.ends,
+            expansion=self._expansion(step),
         )
 
     def _find_or_capture(self, key: GraphKey) -> Graph | None:
