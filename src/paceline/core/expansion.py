@@ -49,6 +49,14 @@ def expansion_of(step: Step, *, least: int, most_rows: int) -> Expansion | None:
     )
 
 
+def whole_step(most_rows: int, num_pieces: int) -> Expansion:
+    """Of a step all of whose rows are expanded, with so many full pieces: what is counted, or
+    compiled, before there is a step."""
+    firsts = range(0, most_rows * num_pieces, most_rows)
+    pieces = tuple(PrefixPiece(first, first + most_rows, most_rows) for first in firsts)
+    return Expansion(first_row=0, first_token=0, longest_before=0, pieces=pieces)
+
+
 def prefix_pieces(prefix_lens: Sequence[int], most_rows: int) -> tuple[PrefixPiece, ...]:
     """As few pieces as hold all rows of the prefixes, of at most `most_rows` rows each.
 

@@ -5,10 +5,11 @@ from functools import partial
 
 import torch
 
-from paceline.core.expansion import Expansion
+from paceline.core.expansion import Expansion, whole_step
 from paceline.core.modes import End, MaskKind
 from paceline.core.progress import Progress
 from paceline.core.request.input_rows import EncoderInput
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import JoinDelta, RunKind, Step, StepRun, leading_rows, padded_step
 from paceline.kernels.compile_ahead import compile_ahead
 from paceline.runner.extents import PaddedSize
@@ -70,11 +71,13 @@ class ModelRunner:
 
     def _compile_ahead(self) -> None:
         """Compile every kernel that steps of this engine launch, side by side."""
-        keys = self._keys.ahead()
+        make = [partial(self._empty_program, key) for key in self._keys.ahead()]
+        if self._parts.latent_expand_from:
+            make += [partial(self._empty_expanded, num_pieces) for num_pieces in (0, 1)]
         device = self._parts.buffers.row_ids.device
-        with Progress("loading kernels", len(keys), unit="step") as bar, compile_ahead(device):
-            for key in keys:
-                self._stream.run(_without_autograd(self._empty_program(key)))
+        with Progress("loading kernels", len(make), unit="step") as bar, compile_ahead(device):
+            for program in make:
+                self._stream.run(_without_autograd(program()))
                 bar.advance()
         self._stream.synchronize()
 
@@ -247,6 +250,22 @@ class ModelRunner:
             self._stream.synchronize()  # its epoch's pinned memory may be a running step's
             self._stream.run(host_plan)
         return self._program_of(empty, size)
+
+    def _empty_expanded(self, num_pieces: int) -> StepProgram:
+        """The functions of the longest step, expanded, with so many pieces of prefixes; as
+        `_empty_program`."""
+        parts = self._parts
+        rows = parts.buffers.input_ids.shape[0]
+        size = PaddedSize.ragged(1, rows)
+        self._stream.run(lambda: parts.buffers.pad(size))
+        return StepProgram(
+            parts,
+            parts.buffers.view(size, MaskKind.CAUSAL),
+            sampler=SamplerTier.GREEDY,
+            logprobs=False,
+            ends=parts.usual_ends,
+            expansion=whole_step(rows, num_pieces),
+        )
 
     def _capture(self, key: GraphKey, *, warm_up: bool) -> Graph | None:
         """Capture a key, behind an eager run where it had none.

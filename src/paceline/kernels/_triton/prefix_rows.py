@@ -11,9 +11,10 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 
 _BLOCK_ROWS = 8
+_FEWEST_REQS = 64  # that one kernel serves: it is compiled ahead for one number
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_table_ptr", "first", "reqs", "num_rows"])
 def _prefix_rows_kernel(
     cache_ptr,  # [num_pages, PAGE_SIZE, 1, WIDTH]
     page_table_ptr,  # [reqs, max_pages] int32
@@ -79,7 +80,7 @@ def launch_prefix_rows(
         PAGE_SIZE=cache.shape[1],
         WIDTH=width,
         BLOCK_ROWS=_BLOCK_ROWS,
-        BLOCK_REQS=next_power_of_2(reqs + 1),
+        BLOCK_REQS=max(_FEWEST_REQS, next_power_of_2(reqs + 1)),
         BLOCK_WIDTH=next_power_of_2(width),
         num_warps=4,
         **overlap_options(out.device, _prefix_rows_kernel),

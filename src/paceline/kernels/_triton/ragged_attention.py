@@ -28,7 +28,9 @@ from paceline.kernels._triton.runtime import (
 
 _ROWS, _KEYS = 64, 64
 _WIDE = 128  # columns of a head above which a tile has fewer keys
-# Of keys with shared columns, in 16 bits and in 32.
+# Of keys with shared columns: one kernel up to so many requests, since it is compiled ahead for one
+# number; tiles in 16 bits, and in 32.
+_FEWEST_REQS = 64
 _SHARING = TileConfig(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
 _SHARING_WIDE = TileConfig(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
 
@@ -112,7 +114,7 @@ def _attend_tile(
     return softmax_step(scores, v, running_max, running_sum, acc, WIDEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "reqs"])
 def _ragged_attention_kernel(
     q_ptr,  # [tokens, heads, head_dim]
     k_ptr,  # [keys, kv_heads, head_dim]
@@ -309,7 +311,7 @@ def launch_ragged_attention(
         BLOCK_DIM_SHARED=block_dim(shared_dim),
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_KEYS=tiles.block_keys,
-        BLOCK_REQS=next_power_of_2(reqs + 1),
+        BLOCK_REQS=max(_FEWEST_REQS if shared_dim else 1, next_power_of_2(reqs + 1)),
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_ragged_attention_kernel),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.attention.contract import AttentionBackend
-from paceline.core.expansion import Expansion, PrefixPiece
+from paceline.core.expansion import Expansion, whole_step
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model.config import ModelConfig
 from paceline.core.modes import End, MaskKind
@@ -197,9 +197,7 @@ def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list
     expanded = []
     if limits.latent_expand_from:
         # Two pieces of a prefix, since one is made while another's sums are kept.
-        most = limits.max_tokens
-        pieces = PrefixPiece(0, most, most), PrefixPiece(most, 2 * most, most)
-        whole = Expansion(first_row=0, first_token=0, longest_before=0, pieces=pieces)
+        whole = whole_step(limits.max_tokens, num_pieces=2)
         expanded = [replace(shape, mask=MaskKind.CAUSAL, expansion=whole)]
     rounds = _rounds(limits, shape, limits.max_running, max_drafting)
     return [shape, prompt, *expanded, *rounds]
