@@ -49,7 +49,6 @@ class PlannedRows(AttentionBackend):
         return TorchBackend().forward(*operands)
 
 
-CASES = ("deepseek_v3-bias-groups", "deepseek_v2-no-query-latent")
 ODD = {"chunked_prefill_size": 7, "max_num_batched_tokens": 19, "page_size": 1}
 KNOBS = Knobs(stream=DeferredStream(), num_pages=(25,), reserve_ahead=0, admission_margin=0)
 TIGHT = {"knobs": KNOBS, "page_size": 4, "max_num_batched_tokens": 40, "sanitize": True}
@@ -57,14 +56,24 @@ WAYS: dict[str, dict[str, Any]] = {
     "absorbed": {"latent_expand_from": 0},
     "whole prompts": {},
     "odd chunks, beside decode": ODD,
-    "planned on the host": ODD | {"attention_backend": f"{__name__}:PlannedRows"},
+    "planned on the host": ODD
+    | {"attention_backend": f"{__name__}:PlannedRows", "enforce_eager": True},
+    "graphs of 16, eager": {
+        "cuda_graph_max_tokens": 16,
+        "max_num_batched_tokens": 40,
+        "enforce_eager": True,
+    },
     "preempted, sanitized": TIGHT,
 }
+CELLS = [
+    *(("deepseek_v3-bias-groups", way) for way in WAYS),
+    ("deepseek_v2-no-query-latent", "odd chunks, beside decode"),
+]
 PARAMS = replace(GREEDY, max_tokens=9, logprobs=0)
 LIMIT = 1e-5  # natural log units: float32 sums in another order
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module")
 def checkpoint(request, tmp_path_factory) -> Checkpoint:
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -80,6 +89,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             return attend(q, turned, rows, layer, plan, expand)
         counts["steps"] += 1
         counts["beside decode"] += plan.first_token > 0
+        counts["may be graphs"] += plan.first_token + len(q) <= 16
         counts["several pieces"] += len(plan.pieces) > 1
         for piece in plan.pieces:
             counts["exhausted"] += bool((piece.starts.diff() == 0).any())
@@ -89,7 +99,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("checkpoint", "way"), CELLS, indirect=["checkpoint"])
 def test_log_probabilities_are_transformers(checkpoint: Checkpoint, seen, way: str) -> None:
     """Of prompts, hits of their prefixes, and answers; in steps of several requests."""
     prompts = random_prompts((31, 3, 44, 20), seed=5)
@@ -109,5 +119,7 @@ def test_log_probabilities_are_transformers(checkpoint: Checkpoint, seen, way: s
         assert_idle(llm)
     assert (seen["steps"] > 0) == (way != "absorbed")
     assert (preempted > 0) == (way == "preempted, sanitized")
+    if way == "graphs of 16, eager":
+        assert seen["may be graphs"] == 0
     if WAYS[way].keys() >= ODD.keys():
         assert min(seen[what] for what in ("beside decode", "several pieces", "exhausted")) > 0

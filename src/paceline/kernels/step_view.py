@@ -84,15 +84,10 @@ class StepView:
 
     def leading(self, reqs: int, tokens: int, *, max_extend_len: int) -> "StepView":
         """The first requests alone, which have so many tokens in all; none extends further."""
-        optional = {
-            name: None if tensor is None else tensor[:tokens]
-            for name, tensor in (
-                ("tree_mask", self.tree_mask),
-                ("visible_end", self.visible_end),
-                ("token_types", self.token_types),
-                ("overlay_slot", self.overlay_slot),
-            )
-        }
+
+        def first(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[:tokens]
+
         return replace(
             self,
             row_ids=self.row_ids[:reqs],
@@ -115,7 +110,10 @@ class StepView:
                 for group in self.groups
             ),
             max_extend_len=max_extend_len,
-            **optional,
+            tree_mask=first(self.tree_mask),
+            visible_end=first(self.visible_end),
+            token_types=first(self.token_types),
+            overlay_slot=first(self.overlay_slot),
         )
 
     def at_tokens(self, table: Tensor) -> Tensor:

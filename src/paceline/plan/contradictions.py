@@ -153,10 +153,8 @@ def refuse_expansion(options: EngineOptions, config: ModelConfig) -> None:
         return
     tokens, chunk = known(options.max_num_batched_tokens), known(options.chunked_prefill_size)
     expected, remedy = None, "remove --latent-expand-from"
-    if config.latent is None:
-        expected = "left out with a model without latents"
-    elif any(not heads.v_in_k for heads in config.heads):
-        expected = "left out with a model some of whose layers cache keys and values"
+    if config.expandable is None:
+        expected = "left out with a model whose layers cache no latents"
     elif least > chunk:
         expected = f"at most {chunk}, the prompt tokens of one request in a step"
         remedy = "lower --latent-expand-from or raise --chunked-prefill-size"

@@ -237,9 +237,9 @@ def _choose_expansion(
 ) -> Resolution:
     """From how many tokens on latents are expanded to keys and values."""
     refuse_expansion(resolution.options, config)
-    if config.latent is None:
+    if config.expandable is None:
         return resolution
-    options, least = resolution.options, config.latent.expand_from
+    options, least = resolution.options, config.expandable.expand_from
     if device.device_type == "cpu":
         least, why = 0, "a CPU attends to latents in blocks, and to expanded keys in none"
     elif known(options.max_num_batched_tokens) <= known(options.cuda_graph_max_tokens):

@@ -411,6 +411,11 @@ class ModelConfig:
         return tuple(heads for heads, _ in of_layers.most_common())
 
     @property
+    def expandable(self) -> LatentConfig | None:
+        """The latents of a model all of whose layers that attend over a cache are of latents."""
+        return self.latent if all(heads.v_in_k for heads in self.heads) else None
+
+    @property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
         """(rope, dimensions of a head that it turns) of the layers, each once, in order."""
         turned = [(layer.rope, layer.rotary_dim) for layer in self.layers]
