@@ -106,7 +106,7 @@ def test_log_probabilities_are_transformers(checkpoint: Checkpoint, seen, way: s
     later = [prompts[2][:40] + prompts[0][:9], prompts[0][:17] + prompts[3]]
     preempted = 0
     with make_llm(checkpoint, **{"latent_expand_from": 2} | WAYS[way]) as llm:
-        for asked in (prompts, later):
+        for asked in (prompts, later, prompts[1:2]):
             for prompt, output in zip(asked, llm.generate(asked, PARAMS), strict=True):
                 answer = output.outputs[0]
                 preempted += output.metrics.preemptions

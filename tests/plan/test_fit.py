@@ -298,6 +298,7 @@ def test_open_values_are_decided():
             "black_box_bytes",
             "attention_backend",
             "linear_attention_backend",
+            "latent_expand_from",  # no layer caches latents
             "state_checkpoint_every",  # no layer keeps a state
             "threads" if device is H200 else "gpu_memory_utilization",
         }
