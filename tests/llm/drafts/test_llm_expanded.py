@@ -19,9 +19,12 @@ from llm_cases import (
 import paceline.layers.attention
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend, Limits
+from paceline.cache.pool import KVFormat
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 from paceline.llm.boot import Knobs
+from paceline.plan.assemble import decide
+from paceline.plan.memory.rehearsal import allocated, largest_steps, rehearse
 from paceline.runner.streams import DeferredStream
 
 
@@ -123,3 +126,19 @@ def test_log_probabilities_are_transformers(checkpoint: Checkpoint, seen, way: s
         assert seen["may be graphs"] == 0
     if WAYS[way].keys() >= ODD.keys():
         assert min(seen[what] for what in ("beside decode", "several pieces", "exhausted")) > 0
+
+
+@pytest.mark.parametrize("checkpoint", CELLS[0][:1], indirect=True)
+def test_the_budget_counts_what_an_expanded_step_takes(checkpoint: Checkpoint) -> None:
+    """To the byte, on parts without memory as on the engine's own."""
+    with make_llm(checkpoint, latent_expand_from=2, max_num_batched_tokens=64) as llm:
+        prepared, parts = llm.prepared, llm._live.runner.parts
+        pages = tuple(group.num_pages for group in prepared.fit.groups)
+        kv = KVFormat(dtype=torch.float32)
+        decided = decide(prepared.config, prepared.options, None, num_pages=pages, kv=kv)
+        empty = rehearse(decided, TorchBackend(), prepared.device).parts
+        (step,) = [each for each in largest_steps(decided.limits) if each.expansion]
+        here, there = (allocated(each, step, prepared.device) for each in (parts, empty))
+    assert (here.peak, here.total) == (there.peak, there.total)
+    plain = allocated(empty, replace(step, expansion=None), prepared.device)
+    assert plain.total < there.total
