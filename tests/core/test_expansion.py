@@ -1,7 +1,7 @@
 """Which rows of a step are expanded, and in which pieces their prefixes are read."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.expansion import PrefixPiece, expansion_of, prefix_pieces
@@ -26,6 +26,7 @@ def test_pieces_of_the_worked_example() -> None:
     assert prefix_pieces((0, 0), 6) == ()
 
 
+@settings(max_examples=40)
 @given(lens=st.lists(st.integers(0, 40), max_size=7), most=st.integers(7, 50) | st.just(10**6))
 def test_pieces_hold_every_row_once_and_no_piece_could_be_longer(lens, most) -> None:
     pieces = prefix_pieces(lens, most)

@@ -148,9 +148,11 @@ def test_rows_of_a_fused_projection_are_read_where_they_lie(run) -> None:
 
 
 @RUNS
-@pytest.mark.parametrize("keys", LENS_K)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("dtype", "own"), [(torch.float32, 24), (torch.bfloat16, 32)])
+@pytest.mark.parametrize(
+    ("keys", "dtype", "own"),
+    [*((keys, F32, 24) for keys in LENS_K), ("more", torch.bfloat16, 32)],
+)
 def test_heads_may_share_columns_of_their_keys(run, keys, causal, dtype, own) -> None:
     """As if each had a copy, behind its own columns; of tiles that a mask divides or does not."""
     shape = {"heads": 2, "kv_heads": 2, "dim": own + 16, "v_dim": own}

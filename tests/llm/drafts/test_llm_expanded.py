@@ -55,17 +55,14 @@ class PlannedRows(AttentionBackend):
 ODD = {"chunked_prefill_size": 7, "max_num_batched_tokens": 19, "page_size": 1}
 KNOBS = Knobs(stream=DeferredStream(), num_pages=(25,), reserve_ahead=0, admission_margin=0)
 TIGHT = {"knobs": KNOBS, "page_size": 4, "max_num_batched_tokens": 40, "sanitize": True}
+GRAPH_TOKENS = 8
 WAYS: dict[str, dict[str, Any]] = {
     "absorbed": {"latent_expand_from": 0},
     "whole prompts": {},
     "odd chunks, beside decode": ODD,
-    "planned on the host": ODD
-    | {"attention_backend": f"{__name__}:PlannedRows", "enforce_eager": True},
-    "graphs of 16, eager": {
-        "cuda_graph_max_tokens": 16,
-        "max_num_batched_tokens": 40,
-        "enforce_eager": True,
-    },
+    "planned on the host, beside graphs": ODD
+    | {"attention_backend": f"{__name__}:PlannedRows", "enforce_eager": True}
+    | {"cuda_graph_max_tokens": GRAPH_TOKENS},
     "preempted, sanitized": TIGHT,
 }
 CELLS = [
@@ -92,7 +89,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             return attend(q, turned, rows, layer, plan, expand)
         counts["steps"] += 1
         counts["beside decode"] += plan.first_token > 0
-        counts["may be graphs"] += plan.first_token + len(q) <= 16
+        counts["may be graphs"] += plan.first_token + len(q) <= GRAPH_TOKENS
         counts["several pieces"] += len(plan.pieces) > 1
         for piece in plan.pieces:
             counts["exhausted"] += bool((piece.starts.diff() == 0).any())
@@ -122,7 +119,7 @@ def test_log_probabilities_are_transformers(checkpoint: Checkpoint, seen, way: s
         assert_idle(llm)
     assert (seen["steps"] > 0) == (way != "absorbed")
     assert (preempted > 0) == (way == "preempted, sanitized")
-    if way == "graphs of 16, eager":
+    if "cuda_graph_max_tokens" in WAYS[way]:
         assert seen["may be graphs"] == 0
     if WAYS[way].keys() >= ODD.keys():
         assert min(seen[what] for what in ("beside decode", "several pieces", "exhausted")) > 0
