@@ -34,7 +34,7 @@ NAMES = (
         "attention",
         r"_decode_kernel|_extend_kernel|_merge_partials|_merge_kernel|[Aa]ttention|flash|fmha",
     ),
-    ("latents", r"_head_products_kernel|_latent_rows_kernel"),
+    ("latents", r"_head_products_kernel|_latent_rows_kernel|_prefix_rows_kernel"),
     ("states", r"_state_(inputs|rows|chunks)_kernel|_solve_chunks_kernel"),
     ("norm", r"norm"),
     ("rope", r"rope|write_kv|rotary"),

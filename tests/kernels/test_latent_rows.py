@@ -146,6 +146,18 @@ def test_what_turns_is_turned_as_two_numbers_of_a_plane(run: Run) -> None:
 
 
 @RUNS
+@pytest.mark.parametrize("columns", [0, 16])
+def test_queries_have_as_many_columns_before_as_they_like(run: Run, columns: int) -> None:
+    """Expanded ones have none, beside tensors of their own."""
+    data = make()
+    narrow = replace(data, queries=torch.full_like(data.queries[..., : columns + ROPE], 7.0))
+    narrow.launch(run, pairs=True)
+    data.launch(run, pairs=True)
+    assert torch.equal(narrow.queries[..., columns:], data.queries[..., RANK:])
+    assert (narrow.queries[..., :columns] == 7.0).all()
+
+
+@RUNS
 def test_only_what_is_named_is_written(run: Run) -> None:
     data, before = make(), make()
     rows = data.launch(run, pairs=True)

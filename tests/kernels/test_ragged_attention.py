@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
-from paceline.kernels.ragged_attention import ragged_attention
+from paceline.kernels.ragged_attention import SharedColumns, ragged_attention
 
+F32 = torch.float32
 LENS_Q = (1, 70, 0, 33, 5, 128)
 LENS_K = {"own": LENS_Q, "more": (9, 70, 3, 129, 64, 200), "fewer": (0, 60, 2, 33, 1, 128)}
 LIMITS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 1e-3), torch.float16: (6e-4, 1e-3)}
@@ -156,6 +157,31 @@ def test_rows_of_a_fused_projection_are_read_where_they_lie(run) -> None:
 
 
 @RUNS
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("keys", "dtype", "own"),
+    [*((keys, F32, 24) for keys in LENS_K), ("more", torch.bfloat16, 32)],
+)
+def test_heads_may_share_columns_of_their_keys(run, keys, causal, dtype, own) -> None:
+    """As if each had a copy, behind its own columns; of tiles that a mask divides or does not."""
+    shape = {"heads": 2, "kv_heads": 2, "dim": own + 16, "v_dim": own}
+    q, k, v, *cus = make(dtype, LENS_Q, LENS_K[keys], **shape)
+    k[..., own:] = k[:, :1, own:]
+    shared = SharedColumns(q[..., own:], k[:, 0, own:])
+    asked = {"causal": causal, "scale": 0.2}
+    found = run(q[..., :own], k[..., :own], v, *cus, shared=shared, out_dtype=F32, **asked)
+    wanted = ragged_attention(q, k, v, *cus, out_dtype=F32, **asked)
+    # Weights are rounded for the second product, where tiles are of 16 bits.
+    bound = {"rtol": 0.0, "atol": 2e-6 if dtype is F32 else 2e-2}
+    for each, other in zip(found, wanted, strict=True):
+        assert each.dtype is F32
+        torch.testing.assert_close(each, other, **bound)
+    empty = wanted[1].isneginf()
+    assert empty.any() == (keys == "fewer")
+    assert not found[0][empty].any()
+
+
+@RUNS
 @pytest.mark.parametrize("lens", [(), (1,), (0, 64), (70, 3, 0)])
 @pytest.mark.parametrize("behind", [1, 130])
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 7), (False, 7)])
@@ -193,6 +219,14 @@ def test_nan_of_one_request_stays_there(run) -> None:
         ({"cu_k": torch.tensor([0, 3])}, r"^cu_k must be int32 \[2\]"),
         ({"blocks": (torch.zeros(1).int(), torch.zeros(3))}, "^visible_end must be contiguous"),
         ({"blocks": (torch.zeros(2).int(), torch.zeros(3).int())}, "^prefix_lens must be"),
+        (
+            {"shared": SharedColumns(torch.zeros(3, 4, 8), torch.zeros(3, 4))},
+            r"^shared.k must be torch.float32 \[3, 8\]",
+        ),
+        (
+            {"shared": SharedColumns(torch.zeros(3, 2, 8), torch.zeros(3, 8))},
+            r"^shared.q must be torch.float32 \[3, 4, 8\]",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change, text: str) -> None:

@@ -21,6 +21,8 @@ class FakeContext:
     """`attend` over everything appended so far, under causal and window masks, in float32 or the
     model's dtype, by the textbook formula."""
 
+    expanded = None
+
     def __init__(self, config: ModelConfig, sinks: tuple[Tensor | None, ...] | None = None) -> None:
         self._config = config
         attending = [at for at, layer in enumerate(config.layers) if layer.attends]

@@ -298,6 +298,7 @@ def test_open_values_are_decided():
             "black_box_bytes",
             "attention_backend",
             "linear_attention_backend",
+            "latent_expand_from",  # no layer caches latents
             "state_checkpoint_every",  # no layer keeps a state
             "threads" if device is H200 else "gpu_memory_utilization",
         }
@@ -384,6 +385,12 @@ def test_a_cpu_without_bfloat16_computes_in_float32():
             "--chunked-prefill-size or raise --max-num-batched-tokens",
         ),
         (
+            {"latent_expand_from": 512},
+            H200,
+            "latent_expand_from must be left out with a model whose layers cache no latents, got "
+            "512; remove --latent-expand-from",
+        ),
+        (
             {"state_checkpoint_every": 512},
             CPU,
             "state_checkpoint_every must be left out with a model whose layers keep no states, "
@@ -395,3 +402,41 @@ def test_contradictions_are_refused(asked, device, text):
     with pytest.raises(ConfigError) as caught:
         resolve(asked, demands_of(config_of("llama-3.1-8b"), device))
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "least", "why"),
+    [
+        ({}, H200, 171, "fewer operations; steps of up to 2048 tokens are graphs"),
+        ({}, CPU, 0, "a CPU attends to latents in blocks, and to expanded keys in none"),
+        (
+            {"cuda_graph_max_tokens": 8192},
+            H200,
+            0,
+            "every step may be a graph, and attends to latents",
+        ),
+        (
+            {"chunked_prefill_size": 170},
+            H200,
+            0,
+            "expanded keys and values would take more operations",
+        ),
+    ],
+)
+def test_latents_are_expanded_where_that_takes_fewer_operations(asked, device, least, why):
+    """512 * 256 products of a key's expansion, over 768 saved with each query: 170.7."""
+    resolution, _ = plan("deepseek-v2-lite", device, **asked)
+    assert resolution.options.latent_expand_from == least
+    assert resolution.origins["latent_expand_from"] == f"chosen: {why}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"chunked_prefill_size": 2100}, "at most 2100, the prompt tokens of one request in a"),
+        ({"max_num_batched_tokens": 4096, "cuda_graph_max_tokens": 4096}, "0 where every step"),
+    ],
+)
+def test_latents_that_could_never_be_expanded_as_asked_are_refused(asked, text):
+    with pytest.raises(ConfigError, match=f"latent_expand_from must be {text}"):
+        plan("deepseek-v2-lite", latent_expand_from=2101, **asked)

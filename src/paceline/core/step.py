@@ -226,6 +226,19 @@ def padded_step(step: Step, pad_lens: tuple[int, ...]) -> Step:
     )
 
 
+def leading_rows(step: Step, num_rows: int) -> Step:
+    """`step` with its first rows alone, for a host plan of these."""
+    layout = step.layout
+    kept = replace(
+        layout,
+        rows=layout.rows[:num_rows],
+        extend_lens=layout.extend_lens[:num_rows],
+        emits=layout.emits[:num_rows],
+        parents=None if layout.parents is None else layout.parents[:num_rows],
+    )
+    return replace(step, layout=kept, prefix_lens_bound=step.prefix_lens_bound[:num_rows])
+
+
 def padded_parents(
     layout: StepLayout, pad_lens: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...] | None:

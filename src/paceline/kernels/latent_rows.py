@@ -48,8 +48,9 @@ def latent_rows_reference(
 ) -> Tensor:
     """The definition; arguments, result and mutation as `latent_rows`."""
     rank = norm.weight.shape[0]
+    start = queries.shape[2] - turning.shape[2]
     latent = rms_norm_reference(row[:, :rank], norm.weight, norm.eps)
-    queries[..., rank:] = rope_reference(_halves(turning, pairs), rope.cos_sin, rope.positions)
+    queries[..., start:] = rope_reference(_halves(turning, pairs), rope.cos_sin, rope.positions)
     turned = rope_reference(_halves(row[:, None, rank:], pairs), rope.cos_sin, rope.positions)
     rows = torch.cat((latent.unsqueeze(1), turned), dim=2)
     if into.beside is None:
@@ -80,15 +81,16 @@ def _bind_latent_rows(
     rows: Tensor,
 ) -> Run:
     rank = weight.shape[0]
+    of_queries, own = queries[..., -turning.shape[2] :], rows[..., rank:]
     parts = [bind_rms_norm(row[:, :rank], weight, eps, False, False, rows[:, 0, :rank])]
-    parts += bind_rope(queries, rows, cos_sin, positions, rank)
+    parts += bind_rope(of_queries, own, cos_sin, positions, 0)
     if turned is None or row_scales is None:
         parts.append(bind_write_kv(rows, cache, loc, None))
     else:
         parts.append(partial(write_latents, rows, cache, ScaledLatents(turned, row_scales), loc))
     copies = [
-        _laid_out(each, made[..., rank:], pairs)
-        for each, made in ((turning, queries), (row[:, None, rank:], rows))
+        _laid_out(each, made, pairs)
+        for each, made in ((turning, of_queries), (row[:, None, rank:], own))
     ]
 
     def run() -> None:
@@ -135,7 +137,7 @@ def latent_rows(
     """Lay out and rotate what turns, normalise latents, and write a step's rows to their slots.
 
     turning: [tokens, heads, rope_dim] of the queries; row: [tokens, rank + rope_dim] as projected;
-    queries: [tokens, heads, rank + rope_dim], whose last rope_dim columns are written; all of one
+    queries: [tokens, heads, at least rope_dim], whose last rope_dim columns are written; all of one
     dtype, rows may be strided.  rope: over rope_dim alone; pairs: numbers that turn against each
     other are stored side by side.  Returns the rows, [tokens, 1, rank + rope_dim], before codes are
     made of them.  Mutates queries and the cache.  Tokens that share a slot (padding) leave any one
@@ -168,9 +170,10 @@ def _check(
     tokens, heads, rope_dim = turning.shape
     rank = norm.weight.shape[0]
     width, device, dtype = rank + rope_dim, turning.device, turning.dtype
+    columns = max(rope_dim, queries.shape[-1])
     wanted: tuple[tuple[str, Tensor, tuple[int, ...], torch.dtype], ...] = (
         ("row", row, (tokens, width), dtype),
-        ("queries", queries, (tokens, heads, width), dtype),
+        ("queries", queries, (tokens, heads, columns), dtype),
         ("norm.weight", norm.weight, (rank,), dtype),
         ("rope.cos_sin", rope.cos_sin, (rope.cos_sin.shape[0], rope_dim), torch.float32),
         ("rope.positions", rope.positions, (tokens,), torch.int64),

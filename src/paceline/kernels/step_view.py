@@ -82,6 +82,40 @@ class StepView:
         assert all(group.kv_lens is kv_lens for group in groups), "one plan has one length of a row"
         return replace(self, groups=groups, prefix_lens=groups[0].prefix_lens, kv_lens=kv_lens)
 
+    def leading(self, reqs: int, tokens: int, *, max_extend_len: int) -> "StepView":
+        """The first requests alone, which have so many tokens in all; none extends further."""
+
+        def first(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[:tokens]
+
+        return replace(
+            self,
+            row_ids=self.row_ids[:reqs],
+            prefix_lens=self.prefix_lens[:reqs],
+            extend_lens=self.extend_lens[:reqs],
+            kv_lens=self.kv_lens[:reqs],
+            cu_seqlens_q=self.cu_seqlens_q[: reqs + 1],
+            req_ids=self.req_ids[:tokens],
+            positions=self.positions[:tokens],
+            rope_positions=self.rope_positions[..., :tokens],
+            input_ids=self.input_ids[:tokens],
+            logits_loc=self.logits_loc[:reqs],
+            groups=tuple(
+                GroupView(
+                    page_table=group.page_table[:reqs],
+                    out_cache_loc=group.out_cache_loc[:tokens],
+                    prefix_lens=group.prefix_lens[:reqs],
+                    kv_lens=group.kv_lens[:reqs],
+                )
+                for group in self.groups
+            ),
+            max_extend_len=max_extend_len,
+            tree_mask=first(self.tree_mask),
+            visible_end=first(self.visible_end),
+            token_types=first(self.token_types),
+            overlay_slot=first(self.overlay_slot),
+        )
+
     def at_tokens(self, table: Tensor) -> Tensor:
         """[padded_tokens] what a table of the requests' tokens, [rows, max_tokens], has of each.
 

@@ -15,6 +15,7 @@ from paceline.attention.contract import (
     Limits,
     Part,
 )
+from paceline.attention.expanded import Expand, ExpandedPlan, attend_expanded
 from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
 from paceline.core.model.cache_groups import CacheGroupSpec
@@ -44,10 +45,11 @@ class StepContext:
 
     view: StepView  # its first groups are those of the model's layers
     backend: AttentionBackend
-    plan: Any  # the backend's frozen plan
+    plan: Any  # the backend's frozen plan, of the tokens that are not expanded; None: all are
     layers: tuple[LayerCache | None, ...]  # [num_layers]; None: a layer that does not attend
     states: tuple[StateGroupPlan, ...] = ()  # [num_state_groups] of layers that mix otherwise
     encoder: EncoderPlan | None = None  # of layers that read an encoder's rows
+    expanded: ExpandedPlan | None = None  # of layers of latents, the step's last rows
 
     def attend(
         self,
@@ -87,20 +89,55 @@ class StepContext:
         rope: Rope,
         pairs: bool,
     ) -> Tensor:
-        """Latent attention of one layer over its cache.
+        """Latent attention of one layer over its cache, absorbed, of the tokens that are not
+        expanded: `tokens`, the step's first.
 
-        queries: [padded_tokens, num_heads, rank + rope_dim], of which `turning` [padded_tokens,
-        num_heads, rope_dim] becomes the last columns; row: [padded_tokens, rank + rope_dim] as
-        projected.  See `latent_rows`.  Returns [padded_tokens, num_heads, rank].  Mutates queries,
-        and writes rows to the layer's pool.
+        queries: [tokens, num_heads, rank + rope_dim], of which `turning` [tokens, num_heads,
+        rope_dim] becomes the last columns; row: [tokens, rank + rope_dim] as projected.  See
+        `latent_rows`.  Returns [tokens, num_heads, rank].  Mutates queries, and writes rows to the
+        layer's pool.
         """
         layer = self._layer(layer_id)
-        loc = self.view.groups[layer.spec.group].out_cache_loc
+        loc = self.view.groups[layer.spec.group].out_cache_loc[: row.shape[0]]
         into = LatentSlots(layer.k_cache, loc, layer.beside)
         rows = latent_rows(turning, row, queries, norm=norm, rope=rope, pairs=pairs, into=into)
         values = rows[..., : layer.spec.v_head_dim]
         out, _ = self.backend.forward(queries, rows, values, layer, self.plan, Part.ALL)
         return out
+
+    def attend_expanded(
+        self,
+        layer_id: int,
+        nope: Tensor,
+        turning: Tensor,
+        row: Tensor,
+        *,
+        norm: LatentNorm,
+        rope: Rope,
+        pairs: bool,
+        expand: Expand,
+    ) -> Tensor:
+        """Latent attention of one layer, with keys and values of every head, of the tokens that are
+        expanded: `tokens`, the step's last.
+
+        nope: [tokens, num_heads, nope_dim], the columns of queries that do not turn; turning:
+        [tokens, num_heads, rope_dim], those that do; row: [tokens, rank + rope_dim] as projected.
+        Returns [tokens, num_heads, v_dim].  Writes rows to the layer's pool.
+        """
+        assert self.expanded is not None, "nothing of the step is expanded"
+        layer = self._layer(layer_id)
+        loc = self.view.groups[layer.spec.group].out_cache_loc[self.expanded.first_token :]
+        turned = torch.empty_like(turning, memory_format=torch.contiguous_format)
+        rows = latent_rows(
+            turning,
+            row,
+            turned,
+            norm=norm,
+            rope=rope,
+            pairs=pairs,
+            into=LatentSlots(layer.k_cache, loc),
+        )
+        return attend_expanded(nope, turned, rows.squeeze(1), layer, self.expanded, expand)
 
     def attend_encoder(self, layer_id: int, q: Tensor) -> Tensor:
         """Cross attention of one layer: every token to all rows of its request's encoder.

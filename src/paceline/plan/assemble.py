@@ -103,6 +103,7 @@ def decide(
         num_pages=num_pages[:num_groups],
         graph_max_reqs=known(options.cuda_graph_max_bs),
         graph_max_tokens=known(options.cuda_graph_max_tokens),
+        latent_expand_from=options.latent_expand_from or 0,
         capture=not options.enforce_eager,
         sanitize=options.sanitize,
         share_prefixes=options.share_prefix_reads and options.enable_prefix_cache,

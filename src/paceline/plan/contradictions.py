@@ -145,6 +145,28 @@ def refuse_graphs(options: EngineOptions, config: ModelConfig) -> None:
         )
 
 
+def refuse_expansion(options: EngineOptions, config: ModelConfig) -> None:
+    """Raise ConfigError where latents could never be expanded as asked; `options` has the step's
+    numbers."""
+    least = options.latent_expand_from
+    if not least:
+        return
+    tokens, chunk = known(options.max_num_batched_tokens), known(options.chunked_prefill_size)
+    expected, remedy = None, "remove --latent-expand-from"
+    if config.expandable is None:
+        expected = "left out with a model whose layers cache no latents"
+    elif options.kv_cache_dtype == FP8:
+        expected = "0 with --kv-cache-dtype fp8, whose rows only latent attention reads"
+    elif least > chunk:
+        expected = f"at most {chunk}, the prompt tokens of one request in a step"
+        remedy = "lower --latent-expand-from or raise --chunked-prefill-size"
+    elif tokens <= known(options.cuda_graph_max_tokens):
+        expected = f"0 where every step, of up to {tokens} tokens, may be a graph"
+        remedy = "lower --cuda-graph-max-tokens: a graph attends to latents"
+    if expected is not None:
+        raise ConfigError.about("latent_expand_from", expected=expected, got=least, remedy=remedy)
+
+
 def refuse_cache(options: EngineOptions) -> None:
     """Raise ConfigError for a cache that is neither of the activations' format nor fp8."""
     if options.kv_cache_dtype not in (options.dtype, FP8):

@@ -7,6 +7,7 @@ here shows what the engine would do there.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+from paceline.core.dtypes import FP8
 from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model.cache_groups import STATE_EVERY, usual_state_every
 from paceline.core.model.config import ModelConfig
@@ -15,6 +16,7 @@ from paceline.plan.contradictions import (
     refuse_asked,
     refuse_cache,
     refuse_caching,
+    refuse_expansion,
     refuse_graphs,
     refuse_interval,
     refuse_pages,
@@ -100,6 +102,7 @@ def _decide(asked: Mapping[str, object], demands: Demands) -> tuple[ModelConfig,
     refuse_cache(resolution.options)
     resolution = _choose_graphs(resolution, config, demands)
     refuse_graphs(resolution.options, config)
+    resolution = _choose_expansion(resolution, config, device)
     if device.device_type == "cpu" and not config.reads_whole:  # which caches nothing
         resolution = _choose_cpu_cache(resolution, config, demands)
     return config, why, resolution
@@ -228,6 +231,27 @@ def _choose_graph_tokens(
     tokens = min(max(least, min(whole // 4, most)), whole, length)
     why = WITHOUT_GRAPHS if options.enforce_eager else "longer steps outlast their launches"
     return resolution.choose("cuda_graph_max_tokens", tokens, why)
+
+
+def _choose_expansion(
+    resolution: Resolution, config: ModelConfig, device: DeviceFacts
+) -> Resolution:
+    """From how many tokens on latents are expanded to keys and values."""
+    refuse_expansion(resolution.options, config)
+    if config.expandable is None:
+        return resolution
+    options, least = resolution.options, config.expandable.expand_from
+    if device.device_type == "cpu":
+        least, why = 0, "a CPU attends to latents in blocks, and to expanded keys in none"
+    elif options.kv_cache_dtype == FP8:
+        least, why = 0, "only latent attention reads rows in float8"
+    elif known(options.max_num_batched_tokens) <= known(options.cuda_graph_max_tokens):
+        least, why = 0, "every step may be a graph, and attends to latents"
+    elif not 0 < least <= known(options.chunked_prefill_size):
+        least, why = 0, "expanded keys and values would take more operations"
+    else:
+        why = f"fewer operations; steps of up to {options.cuda_graph_max_tokens} tokens are graphs"
+    return resolution.choose("latent_expand_from", least, why)
 
 
 def _choose_step(

@@ -139,6 +139,7 @@ def build_parts(
         generates=End.GENERATE in config.ends,
         pooling=limits.pooling,
         shares_prefixes=bounds.share_prefixes,
+        latent_expand_from=limits.latent_expand_from,
     )
 
 

@@ -5,10 +5,12 @@ from functools import partial
 
 import torch
 
+from paceline.core.expansion import Expansion, whole_step
 from paceline.core.modes import End, MaskKind
 from paceline.core.progress import Progress
 from paceline.core.request.input_rows import EncoderInput
-from paceline.core.step import JoinDelta, RunKind, Step, StepRun, padded_step
+from paceline.core.request.sampling_params import SamplerTier
+from paceline.core.step import JoinDelta, RunKind, Step, StepRun, leading_rows, padded_step
 from paceline.kernels.compile_ahead import compile_ahead
 from paceline.runner.extents import PaddedSize
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
@@ -69,11 +71,13 @@ class ModelRunner:
 
     def _compile_ahead(self) -> None:
         """Compile every kernel that steps of this engine launch, side by side."""
-        keys = self._keys.ahead()
+        make = [partial(self._empty_program, key) for key in self._keys.ahead()]
+        if self._parts.latent_expand_from:
+            make += [partial(self._empty_expanded, num_pieces) for num_pieces in (0, 1)]
         device = self._parts.buffers.row_ids.device
-        with Progress("loading kernels", len(keys), unit="step") as bar, compile_ahead(device):
-            for key in keys:
-                self._stream.run(_without_autograd(self._empty_program(key)))
+        with Progress("loading kernels", len(make), unit="step") as bar, compile_ahead(device):
+            for program in make:
+                self._stream.run(_without_autograd(program()))
                 bar.advance()
         self._stream.synchronize()
 
@@ -193,12 +197,20 @@ class ModelRunner:
         if not backend.capabilities.host_plan:
             return None
         padded, proposer = padded_step(step, size.pad_lens(step.layout)), self._parts.proposer
+        expansion = self._expansion(step)
+        served = padded if expansion is None else leading_rows(padded, expansion.first_row)
 
         def plan() -> None:
-            backend.host_plan(padded, held)
+            if served.layout.rows:
+                backend.host_plan(served, held)
             proposer.host_plan(padded)
 
         return plan
+
+    def _expansion(self, step: Step) -> Expansion | None:
+        """A step that may be a graph has none: it is the same operations, as a graph or not."""
+        expansion = self._parts.expansion(step)
+        return None if expansion is None or self._keys.of(step) is not None else expansion
 
     def _program_of(self, step: Step, size: PaddedSize) -> StepProgram:
         parts = self._parts
@@ -217,6 +229,7 @@ class ModelRunner:
             observed=step.observed,
             masked=step.masks is not None,
             ends=step.ends,
+            expansion=self._expansion(step),
         )
 
     def _find_or_capture(self, key: GraphKey) -> tuple[Graph | None, RunKind]:
@@ -238,6 +251,22 @@ class ModelRunner:
             self._stream.synchronize()  # its epoch's pinned memory may be a running step's
             self._stream.run(host_plan)
         return self._program_of(empty, size)
+
+    def _empty_expanded(self, num_pieces: int) -> StepProgram:
+        """The functions of the longest step, expanded, with so many pieces of prefixes; as
+        `_empty_program`."""
+        parts = self._parts
+        rows = parts.buffers.input_ids.shape[0]
+        size = PaddedSize.ragged(1, rows)
+        self._stream.run(lambda: parts.buffers.pad(size))
+        return StepProgram(
+            parts,
+            parts.buffers.view(size, MaskKind.CAUSAL),
+            sampler=SamplerTier.GREEDY,
+            logprobs=False,
+            ends=parts.usual_ends,
+            expansion=whole_step(rows, num_pieces),
+        )
 
     def _capture(self, key: GraphKey, *, warm_up: bool) -> Graph | None:
         """Capture a key, behind an eager run where it had none.

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache
+from paceline.attention.expanded import expanded_plan
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVPool, StatePool
+from paceline.core.expansion import Expansion, expansion_of
 from paceline.core.modes import GENERATES, End, Pooling
 from paceline.core.request.sampling_params import MAX_LOGPROBS, SamplerTier
-from paceline.core.step import PromptSpan
+from paceline.core.step import PromptSpan, Step
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.kernels.commit import Accepted, Drafts
 from paceline.kernels.derive_rope import derive_rope
@@ -67,6 +69,8 @@ class Parts:
     generates: bool = True  # False: the model has no head
     pooling: Pooling | None = None  # of requests that end in a vector; None: none may
     shares_prefixes: bool = False  # where a step says so, what many rows share is read once
+    latent_expand_from: int = 0  # prompt tokens of a request from which latents are expanded, where
+    # a step is no graph; 0: never
 
     @property
     def usual_ends(self) -> frozenset[End]:
@@ -87,6 +91,11 @@ class Parts:
     def max_emitted(self, *, is_round: bool) -> int:
         """Tokens that a row of a step emits at most."""
         return self.proposer.shape.max_path if is_round else 1
+
+    def expansion(self, step: Step) -> Expansion | None:
+        """What of a step that is no graph is expanded from latents."""
+        rows = self.buffers.input_ids.shape[0]  # as many of prefixes at a time as a step brings
+        return expansion_of(step, least=self.latent_expand_from, most_rows=rows)
 
     def chain(self, view: StepView) -> StepView:
         """The rows of a round as a causal chain, for derive and for who observes."""
@@ -113,16 +122,20 @@ def target_view(parts: Parts, view: StepView) -> StepView:
     return view.of(view.groups[: len(parts.pools)])
 
 
-def target_forward(parts: Parts, view: StepView, *, is_round: bool = False) -> Hidden:
-    """Plan and run the target over the rows of `view`."""
+def target_forward(
+    parts: Parts, view: StepView, *, is_round: bool = False, expansion: Expansion | None = None
+) -> Hidden:
+    """Plan and run the target over the rows of `view`.  expansion: of those that are expanded from
+    latents, which the backend does not see."""
     own = target_view(parts, view)
     ctx = StepContext(
         view=own,
         backend=parts.backend,
-        plan=parts.backend.plan(own, parts.backend_buffers),
+        plan=_backend_plan(parts, own, expansion),
         layers=parts.layers,
         states=tuple([mixer.plan(view, is_round=is_round) for mixer in parts.mixers]),
         encoder=None if parts.encoder is None else parts.encoder.plan(view),
+        expanded=None if expansion is None else expanded_plan(own, expansion),
     )
     overlaid = None
     if view.overlay_slot is not None:
@@ -130,6 +143,19 @@ def target_forward(parts: Parts, view: StepView, *, is_round: bool = False) -> H
         overlaid = OverlaidRows(parts.table.overlay.rows, view.overlay_slot)
     output: Hidden = parts.model(view.input_ids, view.rope_positions, ctx, parts.taps, overlaid)
     return output
+
+
+def _backend_plan(parts: Parts, own: StepView, expansion: Expansion | None) -> Any:
+    """Of the rows that the backend serves; None where there are none."""
+    if expansion is not None:
+        if not expansion.first_row:
+            return None
+        own = own.leading(
+            expansion.first_row,
+            expansion.first_token,
+            max_extend_len=expansion.longest_before,
+        )
+    return parts.backend.plan(own, parts.backend_buffers)
 
 
 def taps_of(parts: Parts, output: Hidden) -> tuple[Tensor, ...]:
@@ -160,8 +186,10 @@ class StepProgram:
         observed: bool = True,
         masked: bool = False,
         ends: frozenset[End] = GENERATES,
+        expansion: Expansion | None = None,
     ) -> None:
-        """observed: a drafter that observes follows.  masked: rows may have masks."""
+        """observed: a drafter that observes follows.  masked: rows may have masks.  expansion: of
+        the target's layers of latents."""
         self._parts = parts
         self._view = view
         self._rows = parts.chain(view) if is_round else view  # what derive fills
@@ -174,6 +202,7 @@ class StepProgram:
         self._num_kept = self._emitted() if is_round else view.extend_lens
         self._masked = masked
         self._ends = ends
+        self._expansion = expansion
         self.prompt_logprobs: SampledLogprobs | None = None  # [num_scored]  after forward
         # [sampled rows, vocab]  after forward; the head's dtype.  None: nothing is sampled
         self.logits: Tensor | None = None
@@ -183,7 +212,9 @@ class StepProgram:
         parts = self._parts
         derive(parts.buffers, parts.table, self._rows, parts.page_sizes)
         tree = self._propose() if self._is_round else None
-        output = target_forward(parts, self._view, is_round=self._is_round)
+        output = target_forward(
+            parts, self._view, is_round=self._is_round, expansion=self._expansion
+        )
         self._score(output.hidden)
         accepted = self._commit(self._sample(tree), tree)
         path = None if accepted is None else accepted.path

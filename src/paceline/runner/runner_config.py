@@ -24,6 +24,8 @@ class RunnerConfig:
     num_pages: tuple[int, ...]  # [num_groups] pages of each pool, the reserved one included
     graph_max_reqs: int  # of a decode step that is padded and runs as a graph
     graph_max_tokens: int = 0  # of a prefill or mixed step that is; 0: none
+    latent_expand_from: int = 0  # prompt tokens of a request in a step that is no graph, from which
+    # latents are expanded; 0: never
     sizes: GraphSizes | None = None  # padded sizes; None: the usual ones up to these two
     capture: bool = True  # False: every step eager, padded all the same
     capture_policy: CapturePolicy = AHEAD

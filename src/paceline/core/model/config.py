@@ -152,6 +152,17 @@ class LatentConfig:
     q_rank: int | None  # of the latent that queries are made of; None: of the hidden state
     pairs: bool  # dimensions that turn against each other are stored as neighbours, not as halves
 
+    @property
+    def expand_from(self) -> int:
+        """Tokens of one request in one step from which its keys and values, expanded for every
+        head, take fewer products than attention to latents, however long its prefix; 0: never.
+
+        A query and a key take 2 rank + rope_dim products of a head, or nope_dim + rope_dim + v_dim
+        behind rank (nope_dim + v_dim) for each key.  The step's own rows cost the same either way.
+        """
+        saved = 2 * self.rank - self.nope_dim - self.v_dim
+        return -(-self.rank * (self.nope_dim + self.v_dim) // saved) if saved > 0 else 0
+
 
 class GateOrder(Enum):
     """What Mamba-2 layers make of their output y and the gate z."""
@@ -426,6 +437,11 @@ class ModelConfig:
         """Of the layers that attend over a cache, each once, those of most layers first."""
         of_layers = Counter(layer.heads for layer in self.layers if layer.attends and layer.causal)
         return tuple(heads for heads, _ in of_layers.most_common())
+
+    @property
+    def expandable(self) -> LatentConfig | None:
+        """The latents of a model all of whose layers that attend over a cache are of latents."""
+        return self.latent if all(heads.v_in_k for heads in self.heads) else None
 
     @property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:

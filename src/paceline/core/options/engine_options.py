@@ -216,6 +216,16 @@ class EngineOptions:
         unit="tokens",
         low=0,
     )
+    latent_expand_from: int | None = _of_kernels(
+        None,
+        int,
+        "Prompt tokens of one request in one step from which latent attention expands keys and "
+        "values of every head, in steps that are no graphs; 0: it attends to latents alone.",
+        "--latent-expand-from",
+        unit="tokens",
+        low=0,
+        left_out="where that takes fewer operations, with a model of latents on a GPU",
+    )
     speculative_algorithm: str | None = _of_drafts(
         None,
         str,

@@ -43,7 +43,7 @@ def _turned(
 def _latent_rows_kernel(
     turning_ptr,  # [tokens, heads, 2 * HALF]
     row_ptr,  # [tokens, RANK + 2 * HALF]
-    queries_ptr,  # [tokens, heads, RANK + 2 * HALF]
+    queries_ptr,  # [tokens, heads, START + 2 * HALF]
     weight_ptr,  # [RANK]
     cos_sin_ptr,  # [max_position, 2 * HALF] float32
     positions_ptr,  # [tokens] int64
@@ -69,6 +69,7 @@ def _latent_rows_kernel(
     eps,
     PAGE_SIZE: tl.constexpr,
     RANK: tl.constexpr,
+    START: tl.constexpr,  # columns of a query before those that turn
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -92,7 +93,7 @@ def _latent_rows_kernel(
         turning_ptrs = turning_ptr + token * stride_turning_token + head * stride_turning_head
         first, second = _turned(turning_ptrs, live, half, cos, sin, HALF, PAIRS)
         query_ptrs = queries_ptr + token * stride_queries_token + head * stride_queries_head
-        target_ptrs = query_ptrs + (RANK + half)[None, :]
+        target_ptrs = query_ptrs + (START + half)[None, :]
         mask = live & (half < HALF)[None, :]
         tl.store(target_ptrs, first, mask=mask)
         tl.store(target_ptrs + HALF, second, mask=mask)
@@ -177,6 +178,7 @@ def launch_latent_rows(
         eps,
         PAGE_SIZE=cache.shape[1],
         RANK=rank,
+        START=queries.shape[2] - rope_dim,
         HALF=rope_dim // 2,
         PAIRS=pairs,
         BLOCK_HEADS=block_heads,

@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import dot, scores_log2, softmax_finish, softmax_step
 from paceline.kernels._triton.runtime import (
+    TileConfig,
     block_dim,
     cdiv,
     interpreted,
@@ -27,13 +28,99 @@ from paceline.kernels._triton.runtime import (
 
 _ROWS, _KEYS = 64, 64
 _WIDE = 128  # columns of a head above which a tile has fewer keys
+# Of keys with shared columns: one kernel up to so many requests, since it is compiled ahead for one
+# number; tiles in 16 bits, and in 32.
+_FEWEST_REQS = 64
+_SHARING = TileConfig(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
+_SHARING_WIDE = TileConfig(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
 
 
 @triton.jit
+def _attend_tile(
+    start,  # the tile's first key, of its request
+    begin_k,  # the request's first key
+    num_k,
+    position,  # [BLOCK_ROWS] of each query among the request's keys
+    row_live,  # [BLOCK_ROWS] bool
+    end,  # [BLOCK_ROWS] int32 keys before it are visible; read when ENDS
+    q,  # [BLOCK_ROWS, BLOCK_DIM_K]
+    shared_q,  # [BLOCK_ROWS, BLOCK_DIM_SHARED]; read when DIM_SHARED
+    k_head_ptr,  # [keys, head_dim] of one KV head
+    v_head_ptr,  # [keys, v_head_dim] likewise
+    shared_k_ptr,  # [keys, shared_dim], or None
+    stride_k_token,
+    stride_v_token,
+    stride_shared_k_token,
+    scale,
+    running_max,  # [BLOCK_ROWS] float32
+    running_sum,  # [BLOCK_ROWS] float32
+    acc,  # [BLOCK_ROWS, BLOCK_DIM_V] float32
+    BACK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ENDS: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    DIM_K: tl.constexpr,
+    DIM_V: tl.constexpr,
+    DIM_SHARED: tl.constexpr,
+    BLOCK_DIM_K: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+    BLOCK_DIM_SHARED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    MASKED: tl.constexpr,  # False: every row sees every key of the tile
+):
+    """The online softmax behind one more tile of keys."""
+    dims_k, dims_v = tl.arange(0, BLOCK_DIM_K), tl.arange(0, BLOCK_DIM_V)
+    keys = start + tl.arange(0, BLOCK_KEYS)
+    live = keys < num_k
+    place = (begin_k + keys).to(tl.int64)[:, None]
+    k_ptrs = k_head_ptr + place * stride_k_token + dims_k[None, :]
+    v_ptrs = v_head_ptr + place * stride_v_token + dims_v[None, :]
+    if MASKED:
+        k = tl.load(k_ptrs, mask=live[:, None] & (dims_k < DIM_K)[None, :], other=0.0)
+    elif DIM_K == BLOCK_DIM_K:
+        k = tl.load(k_ptrs)
+    else:
+        k = tl.load(k_ptrs, mask=(dims_k < DIM_K)[None, :], other=0.0)
+    products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
+    if DIM_SHARED:
+        dims_shared = tl.arange(0, BLOCK_DIM_SHARED)
+        shared_ptrs = shared_k_ptr + place * stride_shared_k_token + dims_shared[None, :]
+        is_shared = (dims_shared < DIM_SHARED)[None, :]
+        if MASKED:
+            shared_k = tl.load(shared_ptrs, mask=live[:, None] & is_shared, other=0.0)
+        elif DIM_SHARED == BLOCK_DIM_SHARED:
+            shared_k = tl.load(shared_ptrs)
+        else:
+            shared_k = tl.load(shared_ptrs, mask=is_shared, other=0.0)
+        products = dot(shared_q, tl.trans(shared_k), products, WIDEN)
+    scores = scores_log2(products, scale, SOFT_CAP)
+    if MASKED:
+        visible = live[None, :] & row_live[:, None]
+        ahead = keys[None, :] - position[:, None]
+        if BACK is not None:
+            visible = visible & (ahead > -BACK)
+        if AHEAD is not None:
+            visible = visible & (ahead < AHEAD)
+        if ENDS:
+            visible = visible & (keys[None, :] < end[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        v = tl.load(v_ptrs, mask=live[:, None] & (dims_v < DIM_V)[None, :], other=0.0)
+    elif DIM_V == BLOCK_DIM_V:
+        v = tl.load(v_ptrs)
+    else:
+        v = tl.load(v_ptrs, mask=(dims_v < DIM_V)[None, :], other=0.0)
+    return softmax_step(scores, v, running_max, running_sum, acc, WIDEN)
+
+
+@triton.jit(do_not_specialize=["tokens", "reqs"])
 def _ragged_attention_kernel(
     q_ptr,  # [tokens, heads, head_dim]
     k_ptr,  # [keys, kv_heads, head_dim]
     v_ptr,  # [keys, kv_heads, v_head_dim]
+    shared_q_ptr,  # [tokens, heads, shared_dim], or None
+    shared_k_ptr,  # [keys, shared_dim], or None
     cu_q_ptr,  # [reqs + 1] int32
     cu_k_ptr,  # [reqs + 1] int32
     prefix_ptr,  # [reqs] int32, or None
@@ -46,6 +133,9 @@ def _ragged_attention_kernel(
     stride_k_head,
     stride_v_token,
     stride_v_head,
+    stride_shared_q_token,
+    stride_shared_q_head,
+    stride_shared_k_token,
     stride_out_token,
     stride_out_head,
     stride_lse_token,
@@ -55,11 +145,15 @@ def _ragged_attention_kernel(
     scale,
     BACK: tl.constexpr,
     AHEAD: tl.constexpr,
+    ENDS: tl.constexpr,  # visible_end_ptr is there
+    WHOLE_TILES: tl.constexpr,  # those that no mask divides go first, without one
     SOFT_CAP: tl.constexpr,
     DIM_K: tl.constexpr,
     DIM_V: tl.constexpr,
+    DIM_SHARED: tl.constexpr,  # 0: there are none
     BLOCK_DIM_K: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
+    BLOCK_DIM_SHARED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
@@ -89,6 +183,15 @@ def _ragged_attention_kernel(
             mask=row_live[:, None] & (dims_k < DIM_K)[None, :],
             other=0.0,
         )
+        shared_q = q
+        if DIM_SHARED:
+            dims_shared = tl.arange(0, BLOCK_DIM_SHARED)
+            shared_q_head_ptr = shared_q_ptr + head * stride_shared_q_head
+            shared_q = tl.load(
+                shared_q_head_ptr + token[:, None] * stride_shared_q_token + dims_shared[None, :],
+                mask=row_live[:, None] & (dims_shared < DIM_SHARED)[None, :],
+                other=0.0,
+            )
         k_head_ptr = k_ptr + (head // group) * stride_k_head
         v_head_ptr = v_ptr + (head // group) * stride_v_head
         lowest, stop = 0, num_k
@@ -97,40 +200,38 @@ def _ragged_attention_kernel(
             lowest = low // BLOCK_KEYS * BLOCK_KEYS
         if AHEAD is not None:
             stop = tl.minimum(num_k, first + BLOCK_ROWS + num_k - num_q + AHEAD - 1)
-        if visible_end_ptr is not None:
+        end = position
+        if ENDS:
             prefix = tl.load(prefix_ptr + request, mask=request < reqs, other=0)
             end = tl.load(visible_end_ptr + token, mask=row_live, other=0) - prefix
             stop = tl.minimum(num_k, tl.max(end, 0))
         running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
         acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
-        for start in range(lowest, stop, BLOCK_KEYS):
-            keys = start + tl.arange(0, BLOCK_KEYS)
-            live = keys < num_k
-            place = (begin_k + keys).to(tl.int64)[:, None]
-            k = tl.load(
-                k_head_ptr + place * stride_k_token + dims_k[None, :],
-                mask=live[:, None] & (dims_k < DIM_K)[None, :],
-                other=0.0,
-            )
-            products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
-            visible = live[None, :] & row_live[:, None]
-            ahead = keys[None, :] - position[:, None]
-            if BACK is not None:
-                visible = visible & (ahead > -BACK)
+        if WHOLE_TILES:
+            # Tiles that no row's mask divides; the rest, behind them, are few.
+            whole = num_k
             if AHEAD is not None:
-                visible = visible & (ahead < AHEAD)
-            if visible_end_ptr is not None:
-                visible = visible & (keys[None, :] < end[:, None])
-            scores = tl.where(visible, scores_log2(products, scale, SOFT_CAP), float("-inf"))
-            v = tl.load(
-                v_head_ptr + place * stride_v_token + dims_v[None, :],
-                mask=live[:, None] & (dims_v < DIM_V)[None, :],
-                other=0.0,
-            )
-            running_max, running_sum, acc = softmax_step(
-                scores, v, running_max, running_sum, acc, WIDEN
-            )
+                whole = tl.minimum(num_k, tl.maximum(first + num_k - num_q + AHEAD, 0))
+            whole = whole // BLOCK_KEYS * BLOCK_KEYS
+            for start in range(0, whole, BLOCK_KEYS):
+                running_max, running_sum, acc = _attend_tile(
+                    start, begin_k, num_k, position, row_live, end, q, shared_q, k_head_ptr,
+                    v_head_ptr, shared_k_ptr, stride_k_token, stride_v_token, stride_shared_k_token,
+                scale,
+                    running_max, running_sum, acc, BACK, AHEAD, ENDS, SOFT_CAP, DIM_K, DIM_V,
+                    DIM_SHARED, BLOCK_DIM_K, BLOCK_DIM_V, BLOCK_DIM_SHARED, BLOCK_ROWS, BLOCK_KEYS,
+                    WIDEN, False,
+                )  # fmt: skip
+            lowest = whole
+        for start in range(lowest, stop, BLOCK_KEYS):
+            running_max, running_sum, acc = _attend_tile(
+                start, begin_k, num_k, position, row_live, end, q, shared_q, k_head_ptr, v_head_ptr,
+                shared_k_ptr, stride_k_token, stride_v_token, stride_shared_k_token, scale,
+                running_max, running_sum, acc, BACK, AHEAD, ENDS, SOFT_CAP, DIM_K, DIM_V,
+                DIM_SHARED, BLOCK_DIM_K, BLOCK_DIM_V, BLOCK_DIM_SHARED, BLOCK_ROWS, BLOCK_KEYS,
+                WIDEN, True,
+            )  # fmt: skip
         out, lse = softmax_finish(running_max, running_sum, acc)
         tl.store(
             out_ptr + token[:, None] * stride_out_token + head * stride_out_head + dims_v[None, :],
@@ -145,6 +246,8 @@ def launch_ragged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    shared_q: Tensor | None,
+    shared_k: Tensor | None,
     cu_q: Tensor,
     cu_k: Tensor,
     prefix_lens: Tensor | None,
@@ -155,18 +258,26 @@ def launch_ragged_attention(
     ahead: int | None,
     out: Tensor,
     lse: Tensor,
+    *,
+    tiles: TileConfig | None = None,
 ) -> None:
-    """One program per head and slot of BLOCK_ROWS queries."""
+    """One program per head and slot of BLOCK_ROWS queries.  tiles: None: the usual."""
     (tokens, heads, dim), reqs, v_dim = q.shape, cu_q.shape[0] - 1, v.shape[2]
     if not tokens:
         return
-    is_wide = max(dim, v_dim) > _WIDE
+    shared_dim, shared_strides = 0, (0, 0, 0)
+    if shared_q is not None and shared_k is not None:
+        shared_dim = shared_k.shape[1]
+        shared_strides = (*shared_q.stride()[:2], shared_k.stride(0))
+    tiles = tiles or _usual_tiles(dim, v_dim, shared_dim, q.element_size())
     launch(
         _ragged_attention_kernel,
-        (cdiv(tokens, _ROWS) + reqs + 1, heads),
+        (cdiv(tokens, tiles.block_rows) + reqs + 1, heads),
         q,
         k,
         v,
+        shared_q,
+        shared_k,
         cu_q,
         cu_k,
         prefix_lens,
@@ -179,6 +290,7 @@ def launch_ragged_attention(
         k.stride(1),
         v.stride(0),
         v.stride(1),
+        *shared_strides,
         out.stride(0),
         out.stride(1),
         lse.stride(0),
@@ -188,16 +300,28 @@ def launch_ragged_attention(
         scale,
         BACK=back,
         AHEAD=ahead,
+        ENDS=visible_end is not None,
+        WHOLE_TILES=shared_dim > 0 and back is None and visible_end is None,
         SOFT_CAP=soft_cap,
         DIM_K=dim,
         DIM_V=v_dim,
+        DIM_SHARED=shared_dim,
         BLOCK_DIM_K=block_dim(dim),
         BLOCK_DIM_V=block_dim(v_dim),
-        BLOCK_ROWS=_ROWS,
-        BLOCK_KEYS=keys_per_stage(dim, v_dim, q.element_size()) if is_wide else _KEYS,
-        BLOCK_REQS=next_power_of_2(reqs + 1),
+        BLOCK_DIM_SHARED=block_dim(shared_dim),
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK_KEYS=tiles.block_keys,
+        BLOCK_REQS=max(_FEWEST_REQS if shared_dim else 1, next_power_of_2(reqs + 1)),
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_ragged_attention_kernel),
-        num_warps=4,
-        num_stages=2,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         **overlap_options(q.device, _ragged_attention_kernel),
     )
+
+
+def _usual_tiles(dim: int, v_dim: int, shared_dim: int, element_bytes: int) -> TileConfig:
+    if shared_dim and max(dim, v_dim, shared_dim) <= _WIDE:
+        return _SHARING if element_bytes == 2 else _SHARING_WIDE
+    is_wide = max(dim, v_dim) > _WIDE
+    keys = keys_per_stage(dim + shared_dim, v_dim, element_bytes) if is_wide else _KEYS
+    return TileConfig(block_rows=_ROWS, block_keys=keys, num_warps=4, num_stages=2)

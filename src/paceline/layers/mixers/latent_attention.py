@@ -1,11 +1,18 @@
-"""Multi-head latent attention, absorbed: heads attend to one cached row per token.
+"""Multi-head latent attention: heads attend to one cached row per token, absorbed or expanded.
 
 DeepSeek-V2 (arXiv:2405.04434), equations 9 to 19.  With a token's latent c [rank] and its turned
 key k_r [rope_dim], head h has the key [W_UK_h c, k_r] and the value W_UV_h c.  Since q . (W_UK_h c)
 is (W_UK_h^T q) . c, W_UK goes to the query and W_UV behind attention: the cache holds [c, k_r]
 alone, and attention has one KV head of rank + rope_dim, whose first rank columns are its V.
+
+So absorbed, a query and a key take 2 rank + rope_dim products in every head; expanded, with the
+head's own key and value, nope_dim + rope_dim + v_dim, but each key must be expanded first.  Tokens
+of long prompts are expanded, where the step says so (`StepContext.expanded`).
 """
 
+from functools import partial
+
+import torch
 from torch import Tensor, nn
 
 from paceline.core.model.config import ModelConfig
@@ -68,11 +75,25 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         """x [tokens, hidden], positions [tokens] int64 -> [tokens, hidden]."""
-        latent, format_ = self.latent, self.held.format
         row: Tensor = self.kv_a(x)  # before the queries, whose weight is read meanwhile
         if self.q_a is not None and self.q_norm is not None:
             x = self.q_norm(self.q_a(x))
         q: Tensor = self.q(x).view(x.shape[0], self.heads, -1)
+        if ctx.expanded is None:
+            values = self._absorbed(q, row, positions, ctx)
+        else:
+            first = ctx.expanded.first_token
+            values = self._expanded(q[first:], row[first:], positions[first:], ctx)
+            if first:
+                before = self._absorbed(q[:first], row[:first], positions[:first], ctx)
+                values = torch.cat((before, values))
+        result: Tensor = self.out(values.flatten(1))
+        return result
+
+    def _absorbed(self, q: Tensor, row: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+        """q [tokens, heads, nope_dim + rope_dim], row [tokens, rank + rope_dim], positions
+        [tokens], of the step's first tokens -> [tokens, heads, v_dim]."""
+        latent, format_ = self.latent, self.held.format
         nope, turning = q.split((latent.nope_dim, latent.rope_dim), dim=2)
         queries = q.new_empty(*q.shape[:2], latent.rank + latent.rope_dim)
         format_.apply_keys(nope, self.held.weight, queries[..., : latent.rank])
@@ -81,11 +102,29 @@ class LatentAttention(nn.Module):
             queries,
             turning,
             row,
-            norm=LatentNorm(self.kv_norm.weight, self.kv_norm.eps),
+            norm=self._norm,
             rope=Rope(self.cos_sin, positions),
             pairs=latent.pairs,
         )
         values = q.new_empty(*q.shape[:2], latent.v_dim)
         format_.apply_values(attended, self.held.weight, values)
-        result: Tensor = self.out(values.flatten(1))
-        return result
+        return values
+
+    def _expanded(self, q: Tensor, row: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+        """As `_absorbed`, of the step's last tokens."""
+        latent = self.latent
+        nope, turning = q.split((latent.nope_dim, latent.rope_dim), dim=2)
+        return ctx.attend_expanded(
+            self.layer_id,
+            nope,
+            turning,
+            row,
+            norm=self._norm,
+            rope=Rope(self.cos_sin, positions),
+            pairs=latent.pairs,
+            expand=partial(self.held.format.expand, weight=self.held.weight),
+        )
+
+    @property
+    def _norm(self) -> LatentNorm:
+        return LatentNorm(self.kv_norm.weight, self.kv_norm.eps)

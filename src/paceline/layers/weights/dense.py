@@ -135,6 +135,12 @@ class DenseLatent(LatentFormat[DenseLatents]):
     def apply_values(self, attended: Tensor, weight: DenseLatents, out: Tensor) -> None:
         head_products(attended, weight.values, out)
 
+    def expand(self, latents: Tensor, weight: DenseLatents) -> tuple[Tensor, Tensor]:
+        key_dim, value_dim = weight.keys.shape[1], weight.values.shape[2]
+        made = linear(latents, weight.kv_b.flatten(0, 1), None)
+        keys, values = made.unflatten(1, (-1, key_dim + value_dim)).split((key_dim, value_dim), 2)
+        return keys, values
+
 
 class DenseStack(NamedTuple):
     """Every expert's projections; see `ExpertWeights`."""

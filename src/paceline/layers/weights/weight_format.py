@@ -188,8 +188,9 @@ class TableFormat(WeightFormat[Weight]):
 
 
 class LatentFormat(WeightFormat[Weight]):
-    """Of latent attention's projection from latents to keys and values, which is not multiplied
-    with latents: each head has its half of it in front of attention, and its half behind."""
+    """Of latent attention's projection from latents to keys and values.  Where it is absorbed it is
+    not multiplied with latents: each head has its half of it in front of attention, and its half
+    behind."""
 
     @abstractmethod
     def allocate(
@@ -204,6 +205,11 @@ class LatentFormat(WeightFormat[Weight]):
     @abstractmethod
     def apply_values(self, attended: Tensor, weight: Weight, out: Tensor) -> None:
         """attended [tokens, heads, rank] into out [tokens, heads, value_dim]; recordable."""
+
+    @abstractmethod
+    def expand(self, latents: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+        """latents [tokens, rank], rows may lie apart -> keys [tokens, heads, key_dim] and values
+        [tokens, heads, value_dim], new, whose rows may lie apart; recordable."""
 
 
 class ExpertNames(NamedTuple):

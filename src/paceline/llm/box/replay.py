@@ -49,6 +49,7 @@ _OF_DEVICES = frozenset(
         "cuda_graph_max_tokens",
         "gpu_memory_utilization",
         "kv_cache_bytes",
+        "latent_expand_from",
         "threads",
     }
 )

@@ -113,7 +113,7 @@ def knobs(
         Knob(
             option="max_num_batched_tokens",
             values=_halves(tokens, max(rows * nodes, LEAST_STEP)),
-            bounds=("chunked_prefill_size", "cuda_graph_max_tokens"),
+            bounds=("chunked_prefill_size", "cuda_graph_max_tokens", "latent_expand_from"),
         ),
         Knob(option="gpu_memory_utilization", values=_shares(options.gpu_memory_utilization)),
         Knob(option="dtype", values=_smaller_formats(options, device), same=("kv_cache_dtype",)),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paceline.attention.contract import AttentionBackend
+from paceline.core.expansion import Expansion, whole_step
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model.config import ModelConfig
 from paceline.core.modes import End, MaskKind
@@ -173,11 +174,13 @@ class RehearsedStep:
     scored: int = 0  # tokens of a prompt that are scored
     masked: bool = False
     has_overlay: bool = False
+    expansion: Expansion | None = None
 
 
 def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list[RehearsedStep]:
-    """The largest steps with the widest sampler: a ragged one, a prompt that is scored, and where
-    somebody drafts a round, of at most `max_drafting` requests."""
+    """The largest steps with the widest sampler: a ragged one, a prompt that is scored, where
+    latents are expanded another ragged one, and where somebody drafts a round, of at most
+    `max_drafting` requests."""
     wide = SamplerTier.PLUG_INS if limits.logits_processors else SamplerTier.BY_ROW
     ragged = PaddedSize.ragged(limits.padded_reqs, limits.max_tokens)
     overlay = limits.overlay_slots > 0
@@ -191,7 +194,13 @@ def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list
     )
     scored = min(limits.max_tokens, limits.context_len)
     prompt = replace(shape, size=PaddedSize.ragged(1, limits.max_tokens), scored=scored)
-    return [shape, prompt, *_rounds(limits, shape, limits.max_running, max_drafting)]
+    expanded = []
+    if limits.latent_expand_from:
+        # Two pieces of a prefix, since one is made while another's sums are kept.
+        whole = whole_step(limits.max_tokens, num_pieces=2)
+        expanded = [replace(shape, mask=MaskKind.CAUSAL, expansion=whole)]
+    rounds = _rounds(limits, shape, limits.max_running, max_drafting)
+    return [shape, prompt, *expanded, *rounds]
 
 
 def largest_graphs(limits: RunnerConfig, max_drafting: int | None = None) -> list[RehearsedStep]:
@@ -246,6 +255,7 @@ def allocated(
             prompt_spans=spans,
             masked=shape.masked,
             ends=_ends(parts, shape),
+            expansion=shape.expansion,
         ).run()
     return seen
 
