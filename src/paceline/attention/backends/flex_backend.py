@@ -5,11 +5,9 @@ laid out by request, [reqs, extend], and so are its keys: gathered through the p
 as a request may have.  What a row sees is then a function of positions.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,25 +22,21 @@ from paceline.attention.contract import (
     Limits,
     Part,
 )
+from paceline.attention.flex_attention import MaskMod, attend
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.modes import MaskKind
-from paceline.kernels.stand_in import device_type
 from paceline.kernels.step_view import StepView
 
-# (batch, head, q_idx, kv_idx), tensors of one number each -> whether the key is seen.
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-_BLOCK = 128  # rows and keys of a tile that the compiled kernel passes over as one
 _COMPILED_DIMS = range(16, 257)  # head dims for which the compiled kernel has room
-_RECOMPILES = 64  # of one engine: by mask, window, soft cap and part, each of few rows and of many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlexBuffers:
     """Room for the gathered keys and values of one layer: layers take turns."""
 
-    k: Tensor  # [max_reqs * keys * num_kv_heads * head_dim, of the largest layer]  the cache's dtype
-    v: Tensor  # the same of v_head_dim; empty where V lies in K
+    k: Tensor  # [max_reqs * keys * num_kv_heads * head_dim, of the largest layer]  KV dtype
+    v: Tensor  # [the same of v_head_dim]  KV dtype; empty where V lies in K
+    page_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,6 +72,7 @@ class FlexPlan:
 
     table: PageTablePlan
     rows: FlexRows
+    width: int  # pages of each request that are gathered: those of the longest
     buffers: FlexBuffers
 
 
@@ -105,9 +100,9 @@ class FlexBackend(AttentionBackend[FlexBuffers, FlexPlan]):
         soft_cap=True,
         sinks=True,
         returns_lse=True,
-        graph=GraphSupport.UNIFORM,  # a graph for any split of its tokens has room for each row
+        graph=GraphSupport.NEVER,  # plan reads how many pages the longest request has
         host_plan=False,
-        loads_dead_slots=True,
+        loads_dead_slots=False,
         step_alone=True,
     )
 
@@ -125,7 +120,9 @@ class FlexBackend(AttentionBackend[FlexBuffers, FlexPlan]):
                 got = sorted(mask.value for mask in looks_ahead) or ["cache-free steps"]
                 reasons.append(f"steps must look back alone under a mask of one's own, got {got}")
             if config.encoder:
-                reasons.append("keys must have positions under a mask of one's own, got an encoder's")
+                reasons.append(
+                    "keys must have positions under a mask of one's own, got an encoder's"
+                )
         return reasons
 
     def make_buffers(self, limits: Limits) -> FlexBuffers:
@@ -136,10 +133,10 @@ class FlexBackend(AttentionBackend[FlexBuffers, FlexPlan]):
             sizes_k.append(rows * spec.num_kv_heads * spec.head_dim)
             sizes_v.append(0 if spec.v_in_k else rows * spec.num_kv_heads * spec.v_head_dim)
         empty = partial(torch.zeros, dtype=limits.kv_dtype, device=limits.device)
-        return FlexBuffers(k=empty(max(sizes_k)), v=empty(max(sizes_v)))
+        return FlexBuffers(k=empty(max(sizes_k)), v=empty(max(sizes_v)), page_size=limits.page_size)
 
     def plan(self, view: StepView, buffers: FlexBuffers) -> FlexPlan:
-        """Where each row lies, and how far it sees.  Device-only, static shapes."""
+        """Where each row lies, and how far it sees; reads the longest kv_len."""
         table, extend, device = page_table_plan(view), view.max_extend_len, view.positions.device
         starts = table.cu_seqlens_q[:-1].long()
         tokens = starts.unsqueeze(1) + torch.arange(extend, device=device)
@@ -158,7 +155,9 @@ class FlexBackend(AttentionBackend[FlexBuffers, FlexPlan]):
             positions=view.positions[tokens],
             ends=ends[tokens],
         )
-        return FlexPlan(table=table, rows=rows, buffers=buffers)
+        longest = int(table.kv_lens.max())
+        width = -(-longest // buffers.page_size)
+        return FlexPlan(table=table, rows=rows, width=width, buffers=buffers)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: FlexPlan, part: Part
@@ -168,16 +167,16 @@ class FlexBackend(AttentionBackend[FlexBuffers, FlexPlan]):
         if part is Part.STEP:
             keys, values = rows.of(k), rows.of(v)
         else:
-            pages = plan.table.page_tables[spec.group]
+            pages = plan.table.page_tables[spec.group][:, : plan.width]
             keys = _gather(layer.k_cache, pages, plan.buffers.k)
             if spec.v_in_k:
                 values = keys[..., : spec.v_head_dim]
             else:
                 values = _gather(layer.v_cache, pages, plan.buffers.v)
-        seen = _mask(plan, part, spec.window, type(self).mask_mod)
-        tiles = _tiles(plan, part, keys.shape[2], seen)
-        by_request, normalizer = _attend(
-            rows.of(q), keys, values, tiles, spec.scale, spec.soft_cap
+        _clear(values, plan.table, part, spec.window)
+        seen, reach = _mask(plan, part, spec.window, type(self).mask_mod)
+        by_request, normalizer = attend(
+            rows.of(q), keys, values, seen, reach, scale=spec.scale, soft_cap=spec.soft_cap
         )
         out, lse = rows.flat(by_request), rows.flat(normalizer)
         if layer.sinks is not None and part is Part.ALL:
@@ -197,88 +196,49 @@ def _gather(pages: Tensor, table: Tensor, into: Tensor) -> Tensor:
     return rows.view(reqs, width * size, *row).transpose(1, 2)
 
 
-def _mask(plan: FlexPlan, part: Part, window: int | None, own: MaskMod | None) -> MaskMod:
-    """Which keys of its request a row sees.  q_idx: the row; kv_idx: the key's index, from the
-    first of the part."""
+def _clear(values: Tensor, table: PageTablePlan, part: Part, window: int | None) -> None:
+    """Zero, in place, the values that no row of a request may see: a weight of 0 hides no NaN.
+
+    values: [padded_reqs, num_kv_heads, keys of the part, v_head_dim].
+    """
+    prefix = table.prefix_lens.unsqueeze(1)
+    end = prefix if part is Part.PREFIX else table.kv_lens.unsqueeze(1)
+    keys = torch.arange(values.shape[2], device=values.device).unsqueeze(0)
+    keys = keys + prefix if part is Part.STEP else keys
+    dead = keys >= end
+    if window is not None:
+        dead = dead | (keys <= prefix - window)
+    values.masked_fill_(dead[:, None, :, None], 0.0)
+
+
+def _mask(
+    plan: FlexPlan, part: Part, window: int | None, own: MaskMod | None
+) -> tuple[MaskMod, Tensor]:
+    """(which keys a row sees, [padded_reqs, extend] an index that bounds them).
+
+    A row of a tree sees its ancestors, and two branches have one position each.
+    """
     rows, prefix, tree = plan.rows, plan.table.prefix_lens, plan.table.tree_mask
-    last = rows.tokens.shape[1] - 1
+    ends, first = rows.ends, torch.zeros_like(prefix)  # of the part: the key at index 0
+    if part is Part.PREFIX:
+        ends, tree = prefix.long().unsqueeze(1).expand_as(ends), None
+    elif part is Part.STEP:
+        first = prefix
+    last = torch.full_like(prefix[:1], rows.tokens.shape[1] - 1)
+    behind = None if window is None else rows.positions - window
 
     def seen(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        key = kv_idx + prefix[batch] if part is Part.STEP else kv_idx
-        is_prefix = key < prefix[batch]
-        row, position = (key - prefix[batch]).clamp(0, last), rows.positions[batch, q_idx]
-        if part is Part.PREFIX:
-            sees = is_prefix
-        else:
-            sees = key < rows.ends[batch, q_idx]
-            if tree is not None:
-                sees = sees & (is_prefix | tree[rows.tokens[batch, q_idx], row])
-        if tree is not None:  # two branches have one position each
-            key = torch.where(is_prefix, key, rows.positions[batch, row])
-        if window is not None:
-            sees = sees & (key > position - window)
-        return sees if own is None else sees & own(batch, head, position, key)
+        key = position = kv_idx + first[batch]
+        sees = key < ends[batch, q_idx]
+        if tree is not None:
+            is_prefix = key < prefix[batch]
+            row = torch.minimum((key - prefix[batch]).clamp(min=0), last[0])
+            sees = sees & (is_prefix | tree[rows.tokens[batch, q_idx], row])
+            position = torch.where(is_prefix, key, rows.positions[batch, row])
+        if behind is not None:
+            sees = sees & (position > behind[batch, q_idx])
+        if own is not None:
+            sees = sees & own(batch, head, rows.positions[batch, q_idx], position)
+        return sees
 
-    return seen
-
-
-def _tiles(plan: FlexPlan, part: Part, num_keys: int, seen: MaskMod) -> Any:
-    """The BlockMask of a part: of each tile of rows the tiles of keys up to its furthest key."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    rows, prefix = plan.rows, plan.table.prefix_lens.long().unsqueeze(1)
-    reqs, extend = rows.tokens.shape
-    reach = prefix.expand(reqs, extend) if part is Part.PREFIX else rows.ends
-    if part is Part.STEP:
-        reach = reach - prefix
-    spare = -extend % _BLOCK
-    furthest = torch.nn.functional.pad(reach, (0, spare)).view(reqs, 1, -1, _BLOCK).amax(-1)
-    most = -(-num_keys // _BLOCK)
-    indices = torch.arange(most, device=reach.device, dtype=torch.int32)
-    return BlockMask.from_kv_blocks(
-        ((furthest + _BLOCK - 1) // _BLOCK).clamp(0, most).int(),
-        indices.repeat(*furthest.shape, 1),
-        BLOCK_SIZE=_BLOCK,
-        mask_mod=seen,
-        seq_lengths=(extend, num_keys),
-        compute_q_blocks=False,
-    )
-
-
-def _score_mod(soft_cap: float | None) -> Callable[..., Tensor]:
-    """What becomes of a scaled score."""
-    if soft_cap is None:
-        return lambda score, batch, head, q_idx, kv_idx: score
-    cap = soft_cap
-    return lambda score, batch, head, q_idx, kv_idx: cap * torch.tanh(score / cap)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Any, scale: float, soft_cap: float | None
-) -> tuple[Tensor, Tensor]:
-    """(out [reqs, heads, extend, v_head_dim], lse [reqs, heads, extend] float32).
-
-    q: [reqs, heads, extend, head_dim]; k, v: [reqs, kv_heads, keys, *head_dim].
-    """
-    change = _score_mod(soft_cap)
-    if device_type(q.device) == "cuda":
-        from torch.nn.attention.flex_attention import AuxRequest
-
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES):
-            out, more = _compiled()(
-                q, k, v, change, tiles, scale, True, return_aux=AuxRequest(lse=True)
-            )
-        return out, more.lse
-    # The public function would have torch._dynamo trace each new shape, on the way to this.
-    from torch._higher_order_ops.flex_attention import math_attention
-
-    out, lse, *_ = math_attention(q, k, v, change, tiles.as_tuple(), scale, {})
-    return out, lse * math.log(2.0)
-
-
-@cache
-def _compiled() -> Callable[..., Any]:
-    """The kernel, for all shapes of a mask."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return seen, ends - first.unsqueeze(1)
