@@ -23,15 +23,21 @@ from llm_cases import (
     shared_prompts,
     tokens_of,
 )
+from named_cell import CASES, run_named
 from paged_cases import ancestors
 from torch import Tensor
 
-from paceline.attention.backends.flex_backend import FlexBackend
+from paceline.attention.backends import flex_backend
+from paceline.attention.backends.flex_backend import FlexBackend, FlexBuffers, FlexPlan
 from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.flex_attention import key_tiles
 from paceline.core.errors import BackendUnsupported
 from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
+from paceline.kernels.step_view import StepView
+from paceline.proof.check.cell import RunnerKind, Status
+from paceline.proof.rig.contenders import Contender
+from paceline.proof.rig.harness import run_cell
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "python.md"
@@ -83,6 +89,53 @@ def test_tiles_hold_every_key_that_a_row_reaches() -> None:
     needed = torch.stack(rows, 1).unsqueeze(2) > torch.arange(0, 512, 128)
     assert torch.equal(dense[:, 0].bool(), needed)
     assert not dense[1, 0, :2].any()
+
+
+class SeesItselfNot(FlexBackend):
+    def plan(self, view: StepView, buffers: FlexBuffers) -> FlexPlan:
+        plan = super().plan(view, buffers)
+        return replace(plan, rows=replace(plan.rows, ends=plan.rows.ends - 1))
+
+
+class BranchesByRow(FlexBackend):
+    """Counts windows of a tree by rows."""
+
+    def plan(self, view: StepView, buffers: FlexBuffers) -> FlexPlan:
+        plan = super().plan(view, buffers)
+        rows = torch.arange(view.max_extend_len)
+        positions = view.prefix_lens.long().unsqueeze(1) + rows
+        return replace(plan, rows=replace(plan.rows, positions=positions))
+
+
+class OnePageShort(FlexBackend):
+    def plan(self, view: StepView, buffers: FlexBuffers) -> FlexPlan:
+        plan = super().plan(view, buffers)
+        return replace(plan, width=plan.width - 1)
+
+
+PLANTED = [
+    (SeesItselfNot, "dense/flex/extend/eager/tiny", "layer 0: error"),
+    (BranchesByRow, "swa/flex/target_verify/eager/tiny-window3-topk2", "layer 0: error"),
+    (OnePageShort, "dense/flex/decode/eager/tiny-page16", "layer 0: error"),
+]
+
+
+@pytest.mark.parametrize(("fault", "cell", "text"), PLANTED, ids=lambda each: str(each))
+def test_a_planted_fault_is_found_by_a_cell(fault: type, cell: str, text: str) -> None:
+    method, _, mode, runner, variant = cell.split("/")
+    who = Contender(name="flex", backend=fault(), is_emulated=False)
+    case = CASES[method, mode, variant]
+    result = run_cell(case, who, RunnerKind(runner), torch.device("cpu"))
+    assert result.status is Status.FAILING
+    assert text in (result.reason or "")
+
+
+def test_values_that_nobody_sees_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of 0 leaves the NaN of a dead slot."""
+    monkeypatch.setattr(flex_backend, "_clear", lambda *_: None)
+    result = run_named("dense/flex/decode/eager/tiny-page16")
+    assert result.status is Status.FAILING
+    assert "layer 0: error inf" in (result.reason or "")
 
 
 # --- a mask of one's own --------------------------------------------------------------------------
@@ -183,6 +236,7 @@ def test_answers_under_a_mask_are_those_of_transformers(drafts: dict, masked: Ch
         fresh, [cached] = llm.generate(prompts, params), llm.generate(prompts[1:], params)
         assert_idle(llm)
     assert cached.metrics.cached_tokens
+    assert bool(drafts) == any(each.metrics.drafted_tokens for each in [*fresh, cached])
     for prompt, ours in zip([*prompts, prompts[1]], tokens_of([*fresh, cached]), strict=True):
         assert_same_or_tie(ours, masked.generate(prompt, 12), masked.gap(prompt))
 

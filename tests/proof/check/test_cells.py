@@ -78,7 +78,7 @@ def cells() -> Iterator[object]:
                 is_its_turn = (number + turn) % 2 == RUNNERS["cpu"].index(runner)
                 chosen = few if "triton" not in name else tiny
                 is_fast = is_its_turn and (name == "torch" or case in chosen)
-                if name == "flex":  # it has one runner, and whatever the first cell does is slow
+                if name == "flex":  # which refuses to be recorded, at once
                     is_fast = case.is_interpreted
                 yield pytest.param(cell.id, marks=[] if is_fast else pytest.mark.slow)
 
