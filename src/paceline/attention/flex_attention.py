@@ -18,7 +18,8 @@ from paceline.kernels.stand_in import device_type
 # (batch, head, q_idx, kv_idx), each a tensor of one integer -> bool: whether the key is seen.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _TILE = 128  # rows, and keys, that the compiled kernel takes or leaves together
-_VARIANTS = 64  # of a kernel: by mask, part, soft cap, heads; of one row or of many
+# Of a kernel: by dtype, heads, mask, part, window, soft cap; of one request, row or page or many.
+_VARIANTS = 512
 
 
 def attend(
@@ -86,7 +87,8 @@ def _by_kernel(
 ) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest
 
-    with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
+    limits = {"recompile_limit": _VARIANTS, "accumulated_recompile_limit": _VARIANTS}
+    with torch._dynamo.config.patch(limits):
         out, aux = _compiled()(
             q, k, v, change, tiles, scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
         )

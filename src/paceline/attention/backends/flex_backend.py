@@ -114,7 +114,7 @@ class FlexBackend(AttentionBackend[FlexBuffers, FlexPlan]):
             dims = {dim for heads in config.heads for dim in (heads.head_dim, heads.v_head_dim)}
             for dim in sorted(dims - set(_COMPILED_DIMS)):
                 reasons.append(f"head dim must be 16 to 256 on cuda, got {dim}")
-        if self.mask_mod is not None:
+        if type(self).mask_mod is not None:
             looks_ahead = config.masks & {MaskKind.BLOCK, MaskKind.FULL}
             if looks_ahead or config.cache_free:
                 got = sorted(mask.value for mask in looks_ahead) or ["cache-free steps"]
