@@ -2,7 +2,7 @@
 
 A second opinion on every other backend, and the place for a mask of one's own.  A step's rows are
 laid out by request, [reqs, extend], and so are its keys: gathered through the page table, as many
-as a request may have.  What a row sees is then a function of positions.
+as the longest request has.  What a row sees is then a function of positions.
 """
 
 from dataclasses import dataclass
@@ -198,6 +198,7 @@ def _gather(pages: Tensor, table: Tensor, into: Tensor) -> Tensor:
 
 def _clear(values: Tensor, table: PageTablePlan, part: Part, window: int | None) -> None:
     """Zero, in place, the values that no row of a request may see: a weight of 0 hides no NaN.
+    Where V lies in K, that part of these keys, whose scores nobody counts.
 
     values: [padded_reqs, num_kv_heads, keys of the part, v_head_dim].
     """
