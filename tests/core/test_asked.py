@@ -46,6 +46,10 @@ def test_every_flag_is_a_name_in_python_too():
         ({"dtype": "auto"}, {"dtype": "auto"}),
         ({"speculative_algorithm": "Eagle3"}, {"speculative_algorithm": "EAGLE3"}),
         ({"kv_cache_dtype": torch.float32}, {"kv_cache_dtype": "float32"}),
+        (
+            {"attention_backend": EngineOptions},
+            {"attention_backend": "paceline.core.options.engine_options:EngineOptions"},
+        ),
         ({"logits_processors": ["a:B"]}, {"logits_processors": ("a:B",)}),
         ({"max_model_len": "32k"}, {"max_model_len": 32768}),
         ({"max_model_len": "32K"}, {"max_model_len": 32768}),

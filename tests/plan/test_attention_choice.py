@@ -77,7 +77,7 @@ def test_each_phase_takes_its_fastest_and_the_engine_runs_the_pair(
         "(measured: 30.0 us against 31.0); flashinfer not measured"
     )
     assert load_backend(choice.name).name == "fa4+triton"
-    others = {"flashinfer", "fa3", "torch", "flashinfer_mla", "flashmla"}
+    others = {"flashinfer", "fa3", "torch", "flashinfer_mla", "flashmla", "flex"}
     assert set(choice.rejected) == others
     assert choice.rejected["flashinfer"] == [
         "not measured for prefill on NVIDIA H200",

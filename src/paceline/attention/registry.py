@@ -24,6 +24,7 @@ BACKENDS: dict[str, str] = {
     "fa3": "paceline.attention.backends.fa3_backend:FlashAttention3Backend",
     "flashinfer_mla": "paceline.attention.backends.flashinfer_mla_backend:FlashInferMLABackend",
     "flashmla": "paceline.attention.backends.flashmla_backend:FlashMLABackend",
+    "flex": "paceline.attention.backends.flex_backend:FlexBackend",
 }
 # What auto may choose, the one it takes without measurements first.
 AUTO_ORDER: dict[str, tuple[str, ...]] = {

@@ -21,7 +21,15 @@ from paceline.proof.suite.cases import cases
 QUICK = [case for case in cases() if case.is_quick]
 RUN = {Status.PROVEN, Status.EMULATED}
 INTERPRETS = os.environ["TRITON_INTERPRET"] == "1"
-REFUSABLE = {"flashinfer", "fa3", "fa4", "triton+flashinfer", "flashinfer_mla", "flashmla"}
+REFUSABLE = {
+    "flashinfer",
+    "fa3",
+    "fa4",
+    "triton+flashinfer",
+    "flashinfer_mla",
+    "flashmla",
+    "flex",
+}
 
 
 def traits(case: Case) -> set[tuple[str, object]]:
@@ -72,6 +80,8 @@ def cells() -> Iterator[object]:
                 is_its_turn = (number + turn) % 2 == RUNNERS["cpu"].index(runner)
                 chosen = few if "triton" not in name else tiny
                 is_fast = is_its_turn and (name == "torch" or case in chosen)
+                if name == "flex":  # which refuses to be recorded, at once
+                    is_fast = case.is_interpreted
                 yield pytest.param(cell.id, marks=[] if is_fast else pytest.mark.slow)
 
 

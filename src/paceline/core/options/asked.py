@@ -42,12 +42,15 @@ def by_field(options: Sequence[Field[Any]], asked: Mapping[str, object]) -> dict
 
 def read_value(name: str, spec: OptionSpec, value: object) -> object:
     """A value in the engine's words: a choice for another word or case of it, a number for a size,
-    text for a path or a torch dtype, a tuple for a list.  What is none of these stays as it is.
+    text for a path, a class or a torch dtype, a tuple for a list.  What is none of these stays as
+    it is.
     """
     if spec.kind is tuple and isinstance(value, list):
         return tuple(value)
     if spec.kind is str and isinstance(value, os.PathLike):
         return os.fspath(value)
+    if spec.kind is str and spec.choices is None and isinstance(value, type):
+        return f"{value.__module__}:{value.__qualname__}"
     if spec.choices is not None:
         word = str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else value
         words = {choice.lower(): choice for choice in spec.choices} | dict(spec.aliases)

@@ -22,8 +22,8 @@ RUNNERS = {
 }
 _VENDORS = ("flashinfer", "fa4", "fa3", "flashinfer_mla", "flashmla")
 BACKENDS = {
-    "cpu": ("triton", "triton+flashinfer", "torch", *_VENDORS),
-    "cuda": ("triton", "triton+flashinfer", *_VENDORS),
+    "cpu": ("triton", "triton+flashinfer", "torch", *_VENDORS, "flex"),
+    "cuda": ("triton", "triton+flashinfer", *_VENDORS, "flex"),
 }
 LIBRARIES = {  # modules, of which one must be there
     "flashinfer": ("flashinfer",),
