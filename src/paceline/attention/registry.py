@@ -24,8 +24,13 @@ BACKENDS: dict[str, str] = {
     "fa3": "paceline.attention.backends.fa3_backend:FlashAttention3Backend",
     "flashinfer_mla": "paceline.attention.backends.flashinfer_mla_backend:FlashInferMLABackend",
     "flashmla": "paceline.attention.backends.flashmla_backend:FlashMLABackend",
+    "trtllm_mla": "paceline.attention.backends.trtllm_mla_backend:TrtllmMLABackend",
+    "cutedsl_mla": "paceline.attention.backends.trtllm_mla_backend:CuteDslMLABackend",
+    "cutlass_mla": "paceline.attention.backends.cutlass_mla_backend:CutlassMLABackend",
+    "trtllm_mha": "paceline.attention.backends.trtllm_mha_backend:TrtllmMHABackend",
 }
-# What auto may choose, the one it takes without measurements first.
+# What auto may choose, the one it takes without measurements first.  Others are slower, or have
+# run on no GPU of theirs.
 AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("torch",),
     "cuda": ("triton", "flashinfer", "fa4", "flashinfer_mla", "flashmla"),

@@ -5,9 +5,12 @@ from importlib import import_module
 
 import torch
 
+from paceline.attention.backends.cutlass_mla_backend import CutlassMLABackend
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.attention.backends.flashinfer_mla_backend import FlashInferMLABackend
 from paceline.attention.backends.flashmla_backend import FlashMLABackend
+from paceline.attention.backends.trtllm_mha_backend import TrtllmMHABackend
+from paceline.attention.backends.trtllm_mla_backend import TrtllmMLABackend
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import (
     AttentionBackend,
@@ -33,9 +36,16 @@ EMULATORS = {
     "fa4": "paceline.proof.emulators.flash_attn",
     "flashinfer_mla": "paceline.proof.emulators.flashinfer_mla",
     "flashmla": "paceline.proof.emulators.flashmla",
+    "trtllm_mla": "paceline.proof.emulators.trtllm_mla",
+    "cutedsl_mla": "paceline.proof.emulators.trtllm_mla",
+    "cutlass_mla": "paceline.proof.emulators.cutlass_mla",
+    "trtllm_mha": "paceline.proof.emulators.trtllm_mha",
 }
-_OF_A_LIBRARY = (FlashInferBackend, FlashAttentionBackend, FlashInferMLABackend, FlashMLABackend)
-_EMULATED_ARCH = (9, 0)
+_OF_A_LIBRARY = (
+    *(FlashInferBackend, FlashAttentionBackend, FlashInferMLABackend, FlashMLABackend),
+    *(TrtllmMLABackend, CutlassMLABackend, TrtllmMHABackend),
+)
+_EMULATED_ARCH = (9, 0)  # but for backends whose first one is later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +90,7 @@ def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
     if isinstance(who.backend, StateBackend):
         return _state_refusals(case, who.backend, runner, device)
     is_local = not who.is_emulated
-    arch = _EMULATED_ARCH
+    arch = max(_EMULATED_ARCH, who.backend.capabilities.min_cuda_arch or _EMULATED_ARCH)
     if is_local and device.type == "cuda":
         arch = torch.cuda.get_device_capability(device)
     dtype: torch.dtype = getattr(torch, case.dtype)
