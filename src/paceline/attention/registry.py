@@ -26,6 +26,7 @@ BACKENDS: dict[str, str] = {
     "flashmla": "paceline.attention.backends.flashmla_backend:FlashMLABackend",
     "trtllm_mla": "paceline.attention.backends.trtllm_mla_backend:TrtllmMLABackend",
     "cutedsl_mla": "paceline.attention.backends.trtllm_mla_backend:CuteDslMLABackend",
+    "tokenspeed_mla": "paceline.attention.backends.tokenspeed_mla_backend:TokenspeedMLABackend",
     "cutlass_mla": "paceline.attention.backends.cutlass_mla_backend:CutlassMLABackend",
     "trtllm_mha": "paceline.attention.backends.trtllm_mha_backend:TrtllmMHABackend",
 }

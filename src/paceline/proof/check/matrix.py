@@ -22,7 +22,7 @@ RUNNERS = {
 }
 _VENDORS = (
     *("flashinfer", "fa4", "fa3", "flashinfer_mla", "flashmla"),
-    *("trtllm_mla", "cutedsl_mla", "cutlass_mla", "trtllm_mha"),
+    *("trtllm_mla", "cutedsl_mla", "tokenspeed_mla", "cutlass_mla", "trtllm_mha"),
 )
 BACKENDS = {
     "cpu": ("triton", "triton+flashinfer", "torch", *_VENDORS),
@@ -40,6 +40,7 @@ LIBRARIES = {  # modules, of which one must be there
     "flashmla": ("sgl_kernel.flash_mla",),
     "trtllm_mla": ("flashinfer.mla",),
     "cutedsl_mla": ("flashinfer.mla",),
+    "tokenspeed_mla": ("tokenspeed_mla",),
     "cutlass_mla": ("sgl_kernel",),
     "trtllm_mha": ("flashinfer.decode",),
 }

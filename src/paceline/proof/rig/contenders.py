@@ -5,12 +5,10 @@ from importlib import import_module
 
 import torch
 
-from paceline.attention.backends.cutlass_mla_backend import CutlassMLABackend
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.attention.backends.flashinfer_mla_backend import FlashInferMLABackend
 from paceline.attention.backends.flashmla_backend import FlashMLABackend
 from paceline.attention.backends.trtllm_mha_backend import TrtllmMHABackend
-from paceline.attention.backends.trtllm_mla_backend import TrtllmMLABackend
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import (
     AttentionBackend,
@@ -19,6 +17,7 @@ from paceline.attention.contract import (
     needed_support,
 )
 from paceline.attention.flash_attention import FlashAttentionBackend
+from paceline.attention.latent_decode import LatentDecodeBackend
 from paceline.attention.mixers import load_state_backend
 from paceline.attention.names import parse, singles
 from paceline.attention.registry import compose, load_backend
@@ -38,12 +37,13 @@ EMULATORS = {
     "flashmla": "paceline.proof.emulators.flashmla",
     "trtllm_mla": "paceline.proof.emulators.trtllm_mla",
     "cutedsl_mla": "paceline.proof.emulators.trtllm_mla",
+    "tokenspeed_mla": "paceline.proof.emulators.tokenspeed_mla",
     "cutlass_mla": "paceline.proof.emulators.cutlass_mla",
     "trtllm_mha": "paceline.proof.emulators.trtllm_mha",
 }
 _OF_A_LIBRARY = (
     *(FlashInferBackend, FlashAttentionBackend, FlashInferMLABackend, FlashMLABackend),
-    *(TrtllmMLABackend, CutlassMLABackend, TrtllmMHABackend),
+    *(LatentDecodeBackend, TrtllmMHABackend),
 )
 _EMULATED_ARCH = (9, 0)  # but for backends whose first one is later
 
