@@ -167,17 +167,16 @@ class LatentDecodeBackend(
 
 def latent_capabilities(
     *,
-    min_arch: tuple[int, int] = (10, 0),
     max_arch: tuple[int, int],
     dtypes: set[torch.dtype],
     page_sizes: set[int],
     latent_dims: set[tuple[int, int]],
     returns_lse: bool,
 ) -> Capabilities:
-    """Of a kernel for one generation of GPUs that reads latents of the dtype of its queries."""
+    """Of a kernel for Blackwell GPUs that reads latents of the dtype of its queries."""
     return Capabilities(
         device_types=frozenset({"cuda"}),
-        min_cuda_arch=min_arch,
+        min_cuda_arch=(10, 0),
         max_cuda_arch=max_arch,
         dtypes=frozenset(dtypes),
         kv_dtypes=frozenset(dtypes),

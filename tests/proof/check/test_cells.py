@@ -20,7 +20,7 @@ from paceline.proof.suite.cases import cases
 QUICK = [case for case in cases() if case.is_quick]
 RUN = {Status.PROVEN, Status.EMULATED}
 INTERPRETS = os.environ["TRITON_INTERPRET"] == "1"
-REFUSABLE = {"flashinfer", "fa3", "fa4", "triton+flashinfer", "flashinfer_mla", "flashmla"}
+REFUSABLE = set(BACKENDS["cpu"]) - {"torch", "triton"}
 
 
 def traits(case: Case) -> set[tuple[str, object]]:

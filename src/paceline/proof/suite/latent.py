@@ -53,6 +53,12 @@ def latent_cases() -> tuple[Case, ...]:
             ragged_case(replace(extend, page_size=1), "page1", ((5, 3), (0, 7), (9, 1))),
             tree_case(_narrow(verify), "288-256-mixed", _EDGES, beam(2, 4), chain(9)),
             tree_case(draft, "topk2-step3", _EDGES, draft_step(beam(2, 4), 3)),
+            tree_case(
+                replace(draft, page_size=1),
+                "topk2-step3-page1",
+                (3, 8, 1),
+                draft_step(beam(2, 4), 3),
+            ),
             *_page_ends(),
             *_layouts(),
             *_sizes(),
