@@ -5,9 +5,10 @@ are is attention/layouts/query_rows.py.  Several queries of a row are masked cau
 tables are read on the device, and a row without a key comes to junk: it is shown one, and replaced.
 """
 
+import importlib
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from paceline.attention.contract import (
 from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import QueryRows, query_rows, uniform_stride
+from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PAGE
 from paceline.core.plugins import can_find
@@ -67,11 +69,8 @@ class LatentDecodeBackend(
     library: LibraryT | None = None
     kept_fields = frozenset({"workspace"})  # counters in it are left at 0 by each call
     module: ClassVar[str]  # of the library
+    package: ClassVar[str]  # that has it
     most_queries: ClassVar[int]  # of a row
-
-    @abstractmethod
-    def import_library(self) -> LibraryT:
-        """The real library.  Raises ConfigError where it cannot be imported."""
 
     @abstractmethod
     def workspace_bytes(self, limits: Limits) -> int:
@@ -104,13 +103,15 @@ class LatentDecodeBackend(
         """Capabilities, and whether the library is there when planning for this machine."""
         reasons = super().unsupported_reasons(config)
         if torch.cuda.is_available() and not can_find(self.module):
-            reasons.append(f"{self.module} must be importable, got no such module")
+            reasons.append(
+                f"{self.module} of {self.package} must be importable, got no such module"
+            )
         return reasons
 
     def make_buffers(self, limits: Limits) -> LatentDecodeBuffers[LibraryT]:
         """A workspace of zeros, of this backend's own: some kernels leave numbers where others
         count.  Raises ConfigError where the library cannot be imported."""
-        library = self.import_library() if self.library is None else self.library
+        library = self._import_library() if self.library is None else self.library
         size = self.needed_bytes(library, limits)
         workspace = torch.zeros(size, dtype=torch.int8, device=limits.device)
         return LatentDecodeBuffers(library=library, limits=limits, workspace=workspace)
@@ -163,6 +164,18 @@ class LatentDecodeBackend(
         assert lse is not None
         out.masked_fill_(plan.lacks_prefix.unsqueeze(2), 0.0)
         return out, lse.masked_fill(plan.lacks_prefix, float("-inf"))
+
+    def _import_library(self) -> LibraryT:
+        """The real library.  Raises ConfigError with what the import said."""
+        try:
+            return cast(LibraryT, importlib.import_module(self.module))
+        except ImportError as error:
+            raise ConfigError.about(
+                f"attention backend {self.name}",
+                expected=f"an importable {self.module}",
+                got=f"{type(error).__name__}: {error}",
+                remedy=f"pip install {self.package}, or choose another --attention-backend",
+            ) from error
 
 
 def latent_capabilities(

@@ -6,9 +6,8 @@ chains too, and trees, which are merged from parts, are refused.
 Read in sgl-kernel's `attention.py` of mid 2026 (package sglang-kernel).
 """
 
-import importlib
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from torch import Tensor
 from paceline.attention.contract import AttentionConfig, LayerCache, Limits
 from paceline.attention.latent_decode import LatentDecodeBackend, latent_capabilities
 from paceline.attention.layouts.query_rows import QueryRows
-from paceline.core.errors import ConfigError
 
 MOST_HEADS = 128  # that the library pads to
 ROWS_AT_ONCE = 1024  # of one call, which adds up in float32 for each
@@ -54,6 +52,7 @@ class CutlassMLABackend(LatentDecodeBackend[CutlassMLALibrary]):
         returns_lse=False,
     )
     module = "sgl_kernel"
+    package = "sglang-kernel"
     most_queries = 1
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
@@ -63,18 +62,6 @@ class CutlassMLABackend(LatentDecodeBackend[CutlassMLALibrary]):
         if most > MOST_HEADS:
             reasons.append(f"heads must be at most {MOST_HEADS}, got {most}")
         return reasons
-
-    def import_library(self) -> CutlassMLALibrary:
-        """`sgl_kernel`.  Raises ConfigError with what the import said."""
-        try:
-            return cast(CutlassMLALibrary, importlib.import_module(self.module))
-        except ImportError as error:
-            raise ConfigError.about(
-                f"attention backend {self.name}",
-                expected=f"an importable {self.module}",
-                got=f"{type(error).__name__}: {error}",
-                remedy="pip install sglang-kernel, or choose another --attention-backend",
-            ) from error
 
     def workspace_bytes(self, limits: Limits) -> int:
         """A float32 sum of each row and padded head, with its log-sum-exp."""

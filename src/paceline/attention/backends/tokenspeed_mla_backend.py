@@ -6,10 +6,9 @@ are best known, a latent has one scale with what turned: our cache keeps no such
 Read in tokenspeed-mla's `mla_decode.py` of mid 2026.
 """
 
-import importlib
 import math
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch import Tensor
 from paceline.attention.contract import LayerCache, Limits
 from paceline.attention.latent_decode import LatentDecodeBackend, latent_capabilities
 from paceline.attention.layouts.query_rows import QueryRows
-from paceline.core.errors import ConfigError
 from paceline.kernels.stand_in import multiprocessors
 
 
@@ -55,19 +53,8 @@ class TokenspeedMLABackend(LatentDecodeBackend[TokenspeedMLALibrary]):
         returns_lse=True,
     )
     module = "tokenspeed_mla"
+    package = "tokenspeed-mla"
     most_queries = 1
-
-    def import_library(self) -> TokenspeedMLALibrary:
-        """`tokenspeed_mla`.  Raises ConfigError with what the import said."""
-        try:
-            return cast(TokenspeedMLALibrary, importlib.import_module(self.module))
-        except ImportError as error:
-            raise ConfigError.about(
-                f"attention backend {self.name}",
-                expected=f"an importable {self.module}",
-                got=f"{type(error).__name__}: {error}",
-                remedy="pip install tokenspeed-mla, or choose another --attention-backend",
-            ) from error
 
     def workspace_bytes(self, limits: Limits) -> int:
         """A float32 sum of each head, with its log-sum-exp, of every multiprocessor: rows are split

@@ -35,6 +35,7 @@ from paceline.core.plugins import can_find
 from paceline.kernels.stand_in import multiprocessors
 from paceline.kernels.step_view import StepView
 
+PACKAGE = "flashinfer-python"
 DECODE_MODULE, PREFILL_MODULE = "flashinfer.decode", "flashinfer.prefill"
 MOST_QUERIES = 64  # of a request in one call of the decode function
 WORKSPACE_PER_SM = 4 << 20  # bytes
@@ -131,7 +132,7 @@ class TrtllmMHABackend(AttentionBackend[TrtllmMHABuffers, TrtllmMHAPlan]):
                 "sliding window must be absent where the prefix is attended alone, got present"
             )
         if torch.cuda.is_available() and not can_find(DECODE_MODULE):
-            reasons.append(f"{DECODE_MODULE} must be importable, got no such module")
+            reasons.append(f"{DECODE_MODULE} of {PACKAGE} must be importable, got no such module")
         return reasons
 
     def make_buffers(self, limits: Limits) -> TrtllmMHABuffers:
@@ -260,7 +261,7 @@ def _import_library() -> TrtllmMHALibrary:
             "attention backend trtllm_mha",
             expected=f"an importable {DECODE_MODULE} and {PREFILL_MODULE}",
             got=f"{type(error).__name__}: {error}",
-            remedy="pip install flashinfer-python, or choose another --attention-backend",
+            remedy=f"pip install {PACKAGE}, or choose another --attention-backend",
         ) from error
     functions = SimpleNamespace(
         trtllm_batch_decode_with_kv_cache=decode.trtllm_batch_decode_with_kv_cache,

@@ -6,10 +6,9 @@ request, and those in the CuTe DSL, which take one.
 Read in FlashInfer's main of August 2026, `flashinfer/mla`.
 """
 
-import importlib
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch import Tensor
 from paceline.attention.contract import LayerCache, Limits
 from paceline.attention.latent_decode import LatentDecodeBackend, latent_capabilities
 from paceline.attention.layouts.query_rows import QueryRows
-from paceline.core.errors import ConfigError
 from paceline.kernels.stand_in import multiprocessors
 
 NOPE_DIM = 128  # of heads before absorption: the library checks it, and no kernel reads it
@@ -60,21 +58,10 @@ class TrtllmMLABackend(LatentDecodeBackend[TrtllmMLALibrary]):
         returns_lse=True,
     )
     module = "flashinfer.mla"
+    package = "flashinfer-python"
     most_queries = 64
     kernel: ClassVar[str] = "trtllm-gen"
     lse_unit: ClassVar[float] = math.log(2)  # of what the kernel returns
-
-    def import_library(self) -> TrtllmMLALibrary:
-        """`flashinfer.mla`.  Raises ConfigError with what the import said."""
-        try:
-            return cast(TrtllmMLALibrary, importlib.import_module(self.module))
-        except ImportError as error:
-            raise ConfigError.about(
-                f"attention backend {self.name}",
-                expected=f"an importable {self.module}",
-                got=f"{type(error).__name__}: {error}",
-                remedy="pip install flashinfer-python, or choose another --attention-backend",
-            ) from error
 
     def workspace_bytes(self, limits: Limits) -> int:
         """As much as others give it: 148 MiB of a B200."""
