@@ -1,6 +1,6 @@
 """Backends of kernels for Blackwell GPUs: rows, refusals, buffers.
 
-Cells of theirs, on emulators, are in tests/proof/check/test_latent_cells.py.
+Cells of theirs, on emulators, are in tests/proof/check/test_blackwell_cells.py.
 """
 
 import sys

@@ -31,26 +31,3 @@ def test_a_cell_equals_the_oracle(name: str, cell: str) -> None:
 def test_pages_of_any_size_are_flashinfers() -> None:
     result = run_named("mla/flashinfer_mla/extend/recorded/page1")
     assert (result.status, result.reason) == (Status.EMULATED, None)
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        "trtllm_mla/draft_extend/recorded/page64-accepted",
-        "trtllm_mla/draft_extend_v2/recorded/page64-fixed3-capture2x-scratch",
-        "cutedsl_mla/target_verify/eager/page64-topk4",
-        "tokenspeed_mla/decode/recorded/page32",
-        "tokenspeed_mla/target_verify/recorded/page64-topk2",
-        "cutlass_mla/decode/eager/page128",
-        "cutlass_mla/target_verify/recorded/page128-chain3",
-    ],
-)
-def test_kernels_for_blackwell_gpus_equal_the_oracle(cell: str) -> None:
-    result = run_named(f"mla/{cell}")
-    assert (result.status, result.reason) == (Status.EMULATED, None)
-
-
-def test_trees_over_a_kernel_without_a_log_sum_exp_are_refused() -> None:
-    result = run_named("mla/cutlass_mla/target_verify/recorded/page64-topk4")
-    assert result.status is Status.REFUSED
-    assert "mask kind must be ['causal'], got ['tree']" in (result.reason or "")
