@@ -30,7 +30,7 @@ from paceline.proof.emulators import cutlass_mla, trtllm_mha, trtllm_mla
 B200 = replace(H200, cuda_arch=(10, 0))
 DENSE = replace(B200, heads=(Heads(32, 8, 128, 128),), page_size=16)
 LARGE_PAGES = replace(B200, page_size=128, needs_lse=False)
-ALL = [
+ALL: list[tuple[type[AttentionBackend], AttentionConfig, str, str]] = [
     (TrtllmMLABackend, B200, "flashinfer.mla", "flashinfer-python"),
     (CuteDslMLABackend, B200, "flashinfer.mla", "flashinfer-python"),
     (TokenspeedMLABackend, B200, "tokenspeed_mla", "tokenspeed-mla"),

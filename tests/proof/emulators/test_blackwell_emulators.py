@@ -57,7 +57,7 @@ def lse_of(q: Tensor, k: Tensor) -> Tensor:
 
 
 def latents(**changes: Any) -> Any:
-    given = {
+    given: Changes = {
         "query": normal(2, 2, 4, 576),
         "kv_cache": PAGES,
         "workspace_buffer": torch.zeros(512, dtype=torch.int8),
@@ -140,7 +140,7 @@ OF_LATENTS: list[tuple[Changes, str]] = [
 
 
 def tokens(**changes: Any) -> Any:
-    given = {
+    given: Changes = {
         "query": normal(2, 1, 4, 576),
         "kv_cache": PAGES,
         "workspace_buffer": torch.zeros(4 * 4 * 513 * 4, dtype=torch.int8),
@@ -186,7 +186,7 @@ LARGE = normal(4, 128, 576, seed=1)
 
 def cutlass(**changes: Any) -> Any:
     query = normal(2, 4, 576)
-    given = {
+    given: Changes = {
         "q_nope": query[..., :512],
         "q_pe": query[..., 512:],
         "kv_c_and_k_pe_cache": LARGE,

@@ -52,7 +52,14 @@ class TrtllmMHALibrary(Protocol):
         block_tables: Tensor,
         seq_lens: Tensor,
         max_seq_len: int,
-        **options: Any,
+        *,
+        bmm1_scale: float,
+        bmm2_scale: float,
+        window_left: int,
+        sinks: Tensor | None,
+        kv_layout: str,
+        q_len_per_req: int,
+        return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """out [rows, heads, head_dim]; with return_lse also [rows, heads] float32 in base 2."""
 
@@ -65,7 +72,15 @@ class TrtllmMHALibrary(Protocol):
         seq_lens: Tensor,
         max_q_len: int,
         max_kv_len: int,
-        **options: Any,
+        *,
+        bmm1_scale: float,
+        bmm2_scale: float,
+        batch_size: int,
+        cum_seq_lens_q: Tensor,
+        cum_seq_lens_kv: Tensor,
+        window_left: int,
+        sinks: Tensor | None,
+        kv_layout: str,
     ) -> Tensor:
         """out [tokens, heads, head_dim]."""
 

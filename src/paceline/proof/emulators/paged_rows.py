@@ -133,8 +133,9 @@ def _attend(
             seen = seen & (at <= own)
         if window_left >= 0:
             seen = seen & (at >= own - window_left)
-        rows = (cache[pages].flatten(0, 1) for cache in (k, v))
-        out[start:end], lse[start:end] = _softmax(q[start:end], *rows, seen, scale, sinks)
+        keys_of, values_of = (cache[pages].flatten(0, 1) for cache in (k, v))
+        found = _softmax(q[start:end], keys_of, values_of, seen, scale, sinks)
+        out[start:end], lse[start:end] = found
 
 
 def _softmax(

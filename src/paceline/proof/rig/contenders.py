@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -155,4 +156,5 @@ def _on_a_cpu(name: str) -> AttentionBackend:
     if name not in EMULATORS:
         return backend
     assert isinstance(backend, _OF_A_LIBRARY)
-    return replace(backend, library=import_module(EMULATORS[name]))
+    library: Any = import_module(EMULATORS[name])  # of as many protocols as there are backends
+    return replace(backend, library=library)
