@@ -89,6 +89,18 @@ def test_tables_are_as_wide_as_whole_loads_of_page_ids() -> None:
         assert table.tolist() == [[1, 2, 3, 0], [4, 5, 6, 0]]
 
 
+@pytest.mark.parametrize(
+    "backend", [TrtllmMLABackend(trtllm_mla), TrtllmMHABackend(trtllm_mha)], ids=lambda b: b.name
+)
+def test_a_prefix_alone_is_read_by_tokens(backend: Any) -> None:
+    """Several queries of a row would be masked causally."""
+    buffers = backend.make_buffers(replace(LIMITS, prefix_alone=True))
+    plan = backend.plan(view_of([5, 0], [2, 2]), buffers)
+    rows = plan.rows[Part.PREFIX] if isinstance(plan.rows, dict) else plan.prefix
+    assert (rows.queries, rows.kv_lens.tolist()) == (1, [5, 5, 1, 1])
+    assert plan.lacks_prefix.flatten().tolist() == [False, False, True, True]
+
+
 # --- calls ----------------------------------------------------------------------------------------
 
 

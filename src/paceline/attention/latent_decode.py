@@ -123,11 +123,11 @@ class LatentDecodeBackend(
     def plan(
         self, view: StepView, buffers: LatentDecodeBuffers[LibraryT]
     ) -> LatentDecodePlan[LibraryT]:
-        """The rows of each part; the prefix alone, which nothing masks, by rows of one query."""
+        """The rows of each part; the prefix alone, which nothing masks, by tokens."""
         limits, rows = buffers.limits, {}
         for part in limits.parts(view.mask):
             is_prefix = part is Part.PREFIX
-            stride = uniform_stride(view, 1 if is_prefix else self.most_queries)
+            stride = None if is_prefix else uniform_stride(view, self.most_queries)
             rows[part] = _aligned(query_rows(view, stride, prefix=is_prefix), limits.page_size)
         return LatentDecodePlan(
             library=buffers.library,
@@ -209,8 +209,8 @@ def latent_capabilities(
 
 
 def _aligned(rows: QueryRows, page_size: int) -> QueryRows:
-    """`rows` with tables as wide as whole loads of page ids."""
-    multiple = max(1, TABLE_TOKENS // page_size)
+    """`rows` with tables as wide as whole loads of page ids.  page_size: at most TABLE_TOKENS."""
+    multiple = TABLE_TOKENS // page_size
     padded = tuple(
         torch.nn.functional.pad(table, (0, missing), value=PAD_PAGE)
         if (missing := -table.shape[1] % multiple)

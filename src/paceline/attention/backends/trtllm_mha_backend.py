@@ -173,7 +173,7 @@ class TrtllmMHABackend(AttentionBackend[TrtllmMHABuffers, TrtllmMHAPlan]):
         torch.cumsum(view.kv_lens, 0, dtype=torch.int32, out=offsets[1:])
         prefix = None
         if Part.PREFIX in buffers.limits.parts(view.mask):
-            prefix = query_rows(view, uniform_stride(view, 1), prefix=True)
+            prefix = query_rows(view, None, prefix=True)
         return TrtllmMHAPlan(
             library=buffers.library,
             workspace=buffers.workspace,
