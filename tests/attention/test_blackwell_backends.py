@@ -101,6 +101,15 @@ def test_a_prefix_alone_is_read_by_tokens(backend: Any) -> None:
     assert plan.lacks_prefix.flatten().tolist() == [False, False, True, True]
 
 
+def test_steps_of_one_stride_are_the_decode_functions() -> None:
+    backend = TrtllmMHABackend(trtllm_mha)
+    buffers = backend.make_buffers(LIMITS)
+    rows = backend.plan(view_of([5, 70], [3, 3]), buffers).rows
+    assert rows is not None
+    assert rows.queries == 3
+    assert backend.plan(view_of([5, 70], [1, 3]), buffers).rows is None
+
+
 # --- calls ----------------------------------------------------------------------------------------
 
 

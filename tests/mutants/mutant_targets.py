@@ -258,7 +258,12 @@ TARGETS = (
         "attention/backends/trtllm_mha_backend.py",
         ("TrtllmMHABackend.plan", "TrtllmMHABackend.forward", "_decode", "_context", "_pages"),
         Killers(
-            _cells("trtllm_mha", *_STEP, *_SINKS, "swa/decode/recorded/full-and-windows"),
+            _cells(
+                "trtllm_mha",
+                *(*_STEP, *_SINKS, "dense/decode/recorded/sinks", "dense/decode/recorded/mqa8"),
+                *("swa/decode/recorded/full-and-windows", "swa/extend/recorded/full-and-windows"),
+                "dense/draft_decode/recorded/frozen-kv-no-prefix",
+            ),
             ("attention/test_blackwell_backends.py",),
         ),
     ),
