@@ -257,7 +257,7 @@ def _pages(layer: LayerCache) -> tuple[Tensor, Tensor]:
     """
     caches = layer.k_cache, layer.v_cache
     if layer.spec.num_kv_heads == 1:
-        k, v = (cache.view(cache.shape[0], 1, *cache.shape[1::2]) for cache in caches)
+        k, v = (cache.view(-1, 1, *cache.shape[1::2]) for cache in caches)
     else:
         k, v = (cache.transpose(1, 2) for cache in caches)
     return k, v
