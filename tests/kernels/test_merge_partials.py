@@ -35,7 +35,8 @@ def parts(
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
     seed: int = 0,
 ) -> Parts:
-    """Random scores of 9 and 4 keys around `shift`; the parts are slices of wider tensors."""
+    """Random scores of 9 and 4 keys around `shift`; the parts are slices of wider tensors,
+    each with strides of its own."""
     random = torch.Generator().manual_seed(seed)
     scores = torch.randn(TOKENS, HEADS, 13, generator=random).double() * 2.0 + shift
     values = torch.randn(TOKENS, HEADS, 13, DIM, generator=random).double() * 4.0
@@ -48,16 +49,16 @@ def parts(
         weights = logits.softmax(2)[:, :, -values[:, :, keys].shape[2] :]
         return torch.einsum("thk,thkd->thd", weights, values[:, :, keys])
 
-    def strided(out: Tensor, dtype: torch.dtype) -> Tensor:
-        wide = torch.full((TOKENS, HEADS + 1, DIM + 8), NAN, dtype=dtype)
+    def strided(out: Tensor, dtype: torch.dtype, beside: int) -> Tensor:
+        wide = torch.full((TOKENS, HEADS + 1, DIM + beside), NAN, dtype=dtype)
         wide[:, 1:, :DIM] = out.to(dtype)
         return wide[:, 1:, :DIM]
 
     first, second = slice(0, 9), slice(9, 13)
     return Parts(
-        out_a=strided(attend(first, None), dtypes[0]),
+        out_a=strided(attend(first, None), dtypes[0], 8),
         lse_a=scores[:, :, first].logsumexp(2).float(),
-        out_b=strided(attend(second, None), dtypes[1]),
+        out_b=strided(attend(second, None), dtypes[1], 16),
         lse_b=scores[:, :, second].logsumexp(2).float(),
         sinks=sink,
         whole=attend(slice(0, 13), sink),

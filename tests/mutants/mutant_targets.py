@@ -242,6 +242,32 @@ TARGETS = (
         Killers(_cells("flashinfer_mla", *_LATENT), ("attention/test_latent_backends.py",)),
     ),
     Target(
+        "attention/layouts/query_rows.py",
+        (),
+        Killers(
+            _cells("flashmla", *_LATENT) + _cells("trtllm_mla", *_LATENT),
+            ("attention/test_blackwell_backends.py", "attention/test_latent_backends.py"),
+        ),
+    ),
+    Target(
+        "attention/latent_decode.py",
+        ("LatentDecodeBackend.plan", "LatentDecodeBackend.forward", "_aligned"),
+        Killers(_cells("trtllm_mla", *_LATENT), ("attention/test_blackwell_backends.py",)),
+    ),
+    Target(
+        "attention/backends/trtllm_mha_backend.py",
+        ("TrtllmMHABackend.plan", "TrtllmMHABackend.forward", "_decode", "_context", "_pages"),
+        Killers(
+            _cells(
+                "trtllm_mha",
+                *(*_STEP, *_SINKS, "dense/decode/recorded/sinks", "dense/decode/recorded/mqa8"),
+                *("swa/decode/recorded/full-and-windows", "swa/extend/recorded/full-and-windows"),
+                "dense/draft_decode/recorded/frozen-kv-no-prefix",
+            ),
+            ("attention/test_blackwell_backends.py",),
+        ),
+    ),
+    Target(
         "attention/backends/flashmla_backend.py",
         ("FlashMLABackend.plan", "FlashMLABackend.forward", "_calls"),
         Killers(_cells("flashmla", *_LATENT), ("attention/test_latent_backends.py",)),

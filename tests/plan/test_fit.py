@@ -415,6 +415,7 @@ def test_contradictions_are_refused(asked, device, text):
             0,
             "every step may be a graph, and attends to latents",
         ),
+        ({"kv_cache_dtype": "fp8"}, H200, 0, "only latent attention reads rows in float8"),
         (
             {"chunked_prefill_size": 170},
             H200,
@@ -433,6 +434,7 @@ def test_latents_are_expanded_where_that_takes_fewer_operations(asked, device, l
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
+        ({"kv_cache_dtype": "fp8"}, "0 with --kv-cache-dtype fp8"),
         ({"chunked_prefill_size": 2100}, "at most 2100, the prompt tokens of one request in a"),
         ({"max_num_batched_tokens": 4096, "cuda_graph_max_tokens": 4096}, "0 where every step"),
     ],

@@ -25,8 +25,14 @@ BACKENDS: dict[str, str] = {
     "flashinfer_mla": "paceline.attention.backends.flashinfer_mla_backend:FlashInferMLABackend",
     "flashmla": "paceline.attention.backends.flashmla_backend:FlashMLABackend",
     "flex": "paceline.attention.backends.flex_backend:FlexBackend",
+    "trtllm_mla": "paceline.attention.backends.trtllm_mla_backend:TrtllmMLABackend",
+    "cutedsl_mla": "paceline.attention.backends.trtllm_mla_backend:CuteDslMLABackend",
+    "tokenspeed_mla": "paceline.attention.backends.tokenspeed_mla_backend:TokenspeedMLABackend",
+    "cutlass_mla": "paceline.attention.backends.cutlass_mla_backend:CutlassMLABackend",
+    "trtllm_mha": "paceline.attention.backends.trtllm_mha_backend:TrtllmMHABackend",
 }
-# What auto may choose, the one it takes without measurements first.
+# What auto may choose, the one it takes without measurements first.  Others are slower, or have
+# run on no GPU of theirs.
 AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("torch",),
     "cuda": ("triton", "flashinfer", "fa4", "flashinfer_mla", "flashmla"),

@@ -21,15 +21,8 @@ from paceline.proof.suite.cases import cases
 QUICK = [case for case in cases() if case.is_quick]
 RUN = {Status.PROVEN, Status.EMULATED}
 INTERPRETS = os.environ["TRITON_INTERPRET"] == "1"
-REFUSABLE = {
-    "flashinfer",
-    "fa3",
-    "fa4",
-    "triton+flashinfer",
-    "flashinfer_mla",
-    "flashmla",
-    "flex",
-}
+REFUSABLE = set(BACKENDS["cpu"]) - {"torch", "triton"}
+ELSEWHERE = {"trtllm_mla", "cutedsl_mla", "tokenspeed_mla", "cutlass_mla", "trtllm_mha"}
 
 
 def traits(case: Case) -> set[tuple[str, object]]:
@@ -79,7 +72,8 @@ def cells() -> Iterator[object]:
                 cell = Cell(case=case, backend=name, runner=runner)
                 is_its_turn = (number + turn) % 2 == RUNNERS["cpu"].index(runner)
                 chosen = few if "triton" not in name else tiny
-                is_fast = is_its_turn and (name == "torch" or case in chosen)
+                is_chosen = case in chosen and name not in ELSEWHERE  # test_blackwell_cells.py
+                is_fast = is_its_turn and (name == "torch" or is_chosen)
                 if name == "flex":  # which refuses to be recorded, at once
                     is_fast = case.is_interpreted
                 yield pytest.param(cell.id, marks=[] if is_fast else pytest.mark.slow)

@@ -23,6 +23,7 @@ from paceline.attention.contract import (
 )
 from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
+from paceline.attention.layouts.query_rows import query_rows, uniform_stride
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.plugins import can_find
@@ -146,16 +147,15 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
     def plan(self, view: StepView, buffers: FlashMLABuffers) -> FlashMLAPlan:
         """The schedules of this step's lengths, by the library's own kernel."""
         parts = buffers.limits.parts(view.mask)
-        extend, tokens = view.max_extend_len, view.padded_tokens
-        is_packed = tokens == view.padded_reqs * extend and extend <= MOST_QUERIES
+        stride = uniform_stride(view, MOST_QUERIES)
         lacks = None
         if Part.PREFIX in parts:
             lacks = view.prefix_lens.index_select(0, view.req_ids).eq(0).unsqueeze(1)
         return FlashMLAPlan(
             library=buffers.library,
             table=page_table_plan(view),
-            queries=extend if is_packed else 1,
-            calls={part: _calls(view, buffers, part, is_packed=is_packed) for part in parts},
+            queries=stride or 1,
+            calls={part: _calls(view, buffers, part, stride=stride) for part in parts},
             lacks_prefix=lacks,
         )
 
@@ -188,30 +188,21 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
 
 
 def _calls(
-    view: StepView, buffers: FlashMLABuffers, part: Part, *, is_packed: bool
+    view: StepView, buffers: FlashMLABuffers, part: Part, *, stride: int | None
 ) -> list[LatentCall]:
-    """The calls of one part: of requests that bring as many queries each, or of tokens.
-
-    A request of no key is shown one: what comes of it is replaced.
-    """
-    tables = tuple(group.page_table for group in view.groups)
-    lens = view.kv_lens if part is Part.ALL else view.prefix_lens.clamp(min=1)
-    queries = view.max_extend_len if is_packed else 1
-    if not is_packed:
-        tables = tuple(table.index_select(0, view.req_ids) for table in tables)
-        lens = lens.index_select(0, view.req_ids)
-        if part is Part.ALL:
-            lens = (view.positions + 1).int()
-    calls, step = [], max(1, TOKENS_AT_ONCE // queries)
-    for start in range(0, len(lens), step):
-        rows = slice(start, min(start + step, len(lens)))
+    """The calls of one part: of requests that bring `stride` queries each, or of tokens."""
+    rows = query_rows(view, stride, prefix=part is Part.PREFIX)
+    calls, step = [], max(1, TOKENS_AT_ONCE // rows.queries)
+    for start in range(0, len(rows.kv_lens), step):
+        cut = slice(start, min(start + step, len(rows.kv_lens)))
+        lens = rows.kv_lens[cut]
         calls.append(
             LatentCall(
-                tokens=slice(rows.start * queries, rows.stop * queries),
-                page_tables=tuple(table[rows] for table in tables),
-                kv_lens=lens[rows],
+                tokens=slice(cut.start * rows.queries, cut.stop * rows.queries),
+                page_tables=tuple(table[cut] for table in rows.page_tables),
+                kv_lens=lens,
                 schedules={
-                    heads: buffers.library.get_mla_metadata(lens[rows], queries * heads, 1)
+                    heads: buffers.library.get_mla_metadata(lens, rows.queries * heads, 1)
                     for heads in buffers.heads
                 },
             )

@@ -3,9 +3,8 @@
     python -m paceline.proof.check.docs_matrix
 
 It reads the files in docs/results that `paceline check --full --json` wrote, and writes one page.
-`field_cells.tsv` names the cells of SGLang's attention unit tests as of mid 2026 (methods dense and
-swa with backends triton, flashinfer, fa3 and fa4; mla with flashinfer_mla and flashmla), and the
-areas that those tests leave out.
+`field_cells.tsv` names the cells of SGLang's attention unit tests as of mid 2026 (of methods dense,
+swa and mla, on backends that are here too), and the areas that those tests leave out.
 """
 
 import csv
@@ -22,7 +21,13 @@ from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.check.html import cell_id
 
 RESULTS = {"GPU": "h200-check.json", "CPU": "check-cpu.json"}  # column -> file of docs/results
-MORE = {"GPU": ("h200-check-flashinfer-mla.json", "h200-check-flashmla.json")}  # runs of some cells
+MORE = {  # runs of some cells
+    "GPU": (
+        *("h200-check-flashinfer-mla.json", "h200-check-flashmla.json"),
+        *("h200-check-triton-latents.json", "h200-check-fa3-latents.json"),
+    ),
+    "CPU": ("check-cpu-blackwell-latents.json", "check-cpu-trtllm-mha.json"),
+}
 STATUSES = tuple(status.value for status in Status)
 ABSENT = "not recorded"
 HEAD = """\
@@ -49,7 +54,7 @@ class FieldRow:
     backend: str  # of ours: "a+b" runs a in extend and b in decode
     runner: str | None  # the public name of how a cell is run; None: an area
     variant: str  # the public name of the cell, or the area in words
-    status: str  # there: pass, fail, deferred, blocked, n/a; of an area: missing
+    status: str  # there: pass, fail, deferred, blocked, hardware-gated, n/a; of an area: missing
     cells: tuple[str, ...]  # ids of ours that cover it, at least one
     note: str  # what differs, or ""
 
@@ -197,14 +202,14 @@ def _field(rows: Sequence[FieldRow], found: Mapping[str, Cells]) -> str:
     return "\n".join(
         [
             "## Beside the best public suite\n",
-            "The cells of SGLang's attention unit tests as of mid 2026 for the methods dense and",
-            "swa and the backends Triton, FlashInfer, FlashAttention 3 and 4, and for mla and the",
-            "backends FlashInfer (`flashinfer_mla` here) and FlashMLA, with their status there,",
-            "and ours that cover each. Our cells are mode/runner/variant on the same method and",
-            "backend; where several are named, all of them must hold.\n",
+            "The cells of SGLang's attention unit tests as of mid 2026 for the methods dense, swa",
+            "and mla and the backends that are here too (of mla FlashInfer is `flashinfer_mla`),",
+            "with their status there, and ours that cover each. Our cells are mode/runner/variant",
+            "on the same method and backend; where several are named, all of them must hold.\n",
             "*There* is how the cell fares in that suite (deferred: not tested; blocked: said not",
-            "to run; n/a: does not apply), or missing, for an area without cells. A row is",
-            "emulated when one of its cells is and all others are proven.\n",
+            "to run; hardware-gated: not on its machines; n/a: does not apply), or missing, for an",
+            "area without cells. A row is emulated when one of its cells is and all others are",
+            "proven.\n",
             _fare(rows, found),
             "### Public cells\n",
             _table(head, listed),

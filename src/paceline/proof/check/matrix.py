@@ -20,7 +20,10 @@ RUNNERS = {
     "cpu": (RunnerKind.EAGER, RunnerKind.RECORDED),
     "cuda": (RunnerKind.EAGER, RunnerKind.CUDA_GRAPH),
 }
-_VENDORS = ("flashinfer", "fa4", "fa3", "flashinfer_mla", "flashmla")
+_VENDORS = (
+    *("flashinfer", "fa4", "fa3", "flashinfer_mla", "flashmla"),
+    *("trtllm_mla", "cutedsl_mla", "tokenspeed_mla", "cutlass_mla", "trtllm_mha"),
+)
 BACKENDS = {
     "cpu": ("triton", "triton+flashinfer", "torch", *_VENDORS, "flex"),
     "cuda": ("triton", "triton+flashinfer", *_VENDORS, "flex"),
@@ -35,6 +38,11 @@ LIBRARIES = {  # modules, of which one must be there
     ),
     "flashinfer_mla": ("flashinfer",),
     "flashmla": ("sgl_kernel.flash_mla",),
+    "trtllm_mla": ("flashinfer.mla",),
+    "cutedsl_mla": ("flashinfer.mla",),
+    "tokenspeed_mla": ("tokenspeed_mla",),
+    "cutlass_mla": ("sgl_kernel",),
+    "trtllm_mha": ("flashinfer.decode",),
 }
 QUICK_LIMIT_S = 60.0  # of CPU time, of a cell of the quick suite on a CPU
 LIMIT_S = 300.0  # of any other: long contexts, and on a GPU what is compiled first

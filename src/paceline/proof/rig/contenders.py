@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import Any
 
 import torch
 
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.attention.backends.flashinfer_mla_backend import FlashInferMLABackend
 from paceline.attention.backends.flashmla_backend import FlashMLABackend
+from paceline.attention.backends.trtllm_mha_backend import TrtllmMHABackend
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import (
     AttentionBackend,
@@ -16,6 +18,7 @@ from paceline.attention.contract import (
     needed_support,
 )
 from paceline.attention.flash_attention import FlashAttentionBackend
+from paceline.attention.latent_decode import LatentDecodeBackend
 from paceline.attention.mixers import load_state_backend
 from paceline.attention.names import parse, singles
 from paceline.attention.registry import compose, load_backend
@@ -34,9 +37,17 @@ EMULATORS = {
     "fa4": "paceline.proof.emulators.flash_attn",
     "flashinfer_mla": "paceline.proof.emulators.flashinfer_mla",
     "flashmla": "paceline.proof.emulators.flashmla",
+    "trtllm_mla": "paceline.proof.emulators.trtllm_mla",
+    "cutedsl_mla": "paceline.proof.emulators.trtllm_mla",
+    "tokenspeed_mla": "paceline.proof.emulators.tokenspeed_mla",
+    "cutlass_mla": "paceline.proof.emulators.cutlass_mla",
+    "trtllm_mha": "paceline.proof.emulators.trtllm_mha",
 }
-_OF_A_LIBRARY = (FlashInferBackend, FlashAttentionBackend, FlashInferMLABackend, FlashMLABackend)
-_EMULATED_ARCH = (9, 0)
+_OF_A_LIBRARY = (
+    *(FlashInferBackend, FlashAttentionBackend, FlashInferMLABackend, FlashMLABackend),
+    *(LatentDecodeBackend, TrtllmMHABackend),
+)
+_EMULATED_ARCH = (9, 0)  # but for backends whose first one is later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +92,7 @@ def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
     if isinstance(who.backend, StateBackend):
         return _state_refusals(case, who.backend, runner, device)
     is_local = not who.is_emulated
-    arch = _EMULATED_ARCH
+    arch = max(_EMULATED_ARCH, who.backend.capabilities.min_cuda_arch or _EMULATED_ARCH)
     if is_local and device.type == "cuda":
         arch = torch.cuda.get_device_capability(device)
     dtype: torch.dtype = getattr(torch, case.dtype)
@@ -147,4 +158,5 @@ def _on_a_cpu(name: str) -> AttentionBackend:
     if name not in EMULATORS:
         return backend
     assert isinstance(backend, _OF_A_LIBRARY)
-    return replace(backend, library=import_module(EMULATORS[name]))
+    library: Any = import_module(EMULATORS[name])  # of as many protocols as there are backends
+    return replace(backend, library=library)

@@ -53,6 +53,12 @@ def latent_cases() -> tuple[Case, ...]:
             ragged_case(replace(extend, page_size=1), "page1", ((5, 3), (0, 7), (9, 1))),
             tree_case(_narrow(verify), "288-256-mixed", _EDGES, beam(2, 4), chain(9)),
             tree_case(draft, "topk2-step3", _EDGES, draft_step(beam(2, 4), 3)),
+            tree_case(
+                replace(draft, page_size=1),
+                "topk2-step3-page1",
+                (3, 8, 1),
+                draft_step(beam(2, 4), 3),
+            ),
             *_page_ends(),
             *_layouts(),
             *_sizes(),
@@ -103,6 +109,7 @@ def _sizes() -> tuple[Case, ...]:
     wide = replace(decode, page_size=64, num_heads=128)
     long = replace(wide, num_heads=16, captured_reqs=2)
     half = replace(decode, page_size=64, dtype="float16")
+    large = replace(decode, page_size=128)
     return (
         *(
             uniform_case(replace(decode, page_size=size), f"page{size}", (size - 1, size, 7))
@@ -112,6 +119,9 @@ def _sizes() -> tuple[Case, ...]:
         uniform_case(wide, "heads128", (62, 64, 200)),
         uniform_case(half, "float16", (62, 64, 5)),
         uniform_case(long, "long-8k", (8100, 63)),
+        uniform_case(replace(large, captured_reqs=2), "page128-one", (2 * 128 + 5,)),
+        ragged_case(replace(extend, page_size=128), "page128-ends", ((0, 128), (128, 5), (120, 9))),
+        uniform_case(replace(verify, page_size=128), "page128-chain3", (125, 128), extend=3),
         ragged_case(replace(extend, page_size=64, num_heads=128), "heads128", ((62, 2), (0, 20))),
         ragged_case(replace(extend, page_size=64, num_heads=2), "long-1k", ((64, 1100), (0, 30))),
         tree_case(replace(verify, num_heads=128), "heads128", (61, 64), VERIFY_TREES["topk4"]),
@@ -140,7 +150,7 @@ def _speculation(size: int) -> tuple[Case, ...]:
         tree_case(draft, f"page{size}-topk2-step3", edges, draft_step(beam(2, 4), 3)),
         uniform_case(frozen, f"page{size}-frozen-kv", edges),
         with_prefixes(frozen, f"page{size}-frozen-kv-no-prefix", none, extend=1),
-        ragged_case(ragged, f"page{size}-accepted", ((size - 3, 4), (size, 1), (31, 3))),
+        ragged_case(ragged, f"page{size}-accepted", ((size - 3, 4), (size, 1), (31, 6))),
         *(
             replace(each, name=f"page{size}-{each.name}")
             for times in (1, 2, 4)
