@@ -405,8 +405,8 @@ def paged_extend_kernel(
                 token_begin, prefix_len, extend_len, running_max, running_sum, acc, acc_odd,
                 scale, scale_rest,
                 MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K,
-                BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, WORDS, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
-                LOADS_FIRST, MASKED=False,
+                BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, WORDS, BLOCK_ROWS, BLOCK_KEYS,
+                SAME_STRIDES, WIDEN, LOADS_FIRST, MASKED=False,
             )  # fmt: skip
             page = next_page
         first = full_end
