@@ -59,7 +59,7 @@ def test_an_extend_is_told_its_bound_its_group_and_its_scales(
     [(call, workspace)] = told
     table = step.table
     assert workspace is step.workspace
-    assert (call.q, call.cache) == (q, (cache, cache, k_scale, v_scale))
+    assert (call.q, call.cache) == (q, (cache, cache, k_scale, v_scale, None))
     lens = (table.prefix_lens, table.kv_lens, table.cu_seqlens_q)
     wanted = (table.page_tables[1], *lens, EXTEND, None, MaskKind.CAUSAL, None)
     assert all(one is other for one, other in zip(call.rows, wanted, strict=True))

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import initialize
 from scheduler_world import draft_specs
-from test_scheduler_machine import WORLD, SchedulerMachine, missing, tallied
+from test_scheduler_machine import SHARES, WORLD, SchedulerMachine, missing, tallied
 
 from paceline.core.draft_shape import DraftShape
 
@@ -39,7 +39,7 @@ class RoundMachine(SchedulerMachine):
         super().build(page_size=page_size, **world)
 
 
-@pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", SHARES)
 def test_rounds_of_any_length_say_what_the_model_says_alone(share):
     tally = tallied(RoundMachine, max_examples=int(120 * share), steps=80)
     assert missing(tally, LEAST, share) == {}

@@ -173,8 +173,8 @@ class FlexBackend(AttentionBackend[FlexBuffers, FlexPlan]):
                 values = keys[..., : spec.v_head_dim]
             else:
                 values = _gather(layer.v_cache, pages, plan.buffers.v)
-        _clear(values, plan.table, part, spec.window)
-        seen, reach = _mask(plan, part, spec.window, type(self).mask_mod)
+        _clear(values, plan.table, part, spec.sliding)
+        seen, reach = _mask(plan, part, spec.sliding, type(self).mask_mod)
         by_request, normalizer = attend(
             rows.of(q), keys, values, seen, reach, scale=spec.scale, soft_cap=spec.soft_cap
         )

@@ -243,7 +243,7 @@ def _options(layer: LayerCache, *, sinks: bool) -> dict[str, Any]:
     return {
         "bmm1_scale": spec.scale,
         "bmm2_scale": 1.0,
-        "window_left": -1 if spec.window is None else spec.window - 1,
+        "window_left": -1 if spec.sliding is None else spec.sliding - 1,
         "sinks": layer.sinks if sinks else None,
         "kv_layout": "HND",
     }
