@@ -42,7 +42,7 @@ def small_cpu(monkeypatch):
 
 ASKS = {
     "a tight cache": "--device cpu --max-model-len 1024 --kv-cache-memory-bytes 800000",
-    "too many requests": "--device cpu --max-num-seqs 4000",
+    "too many requests": "--device cpu --dtype float32 --max-num-seqs 4000",
     "too large a cache": "--device cpu --max-num-seqs 4 --kv-cache-memory-bytes 400000000",
 }
 

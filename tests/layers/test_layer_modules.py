@@ -139,7 +139,7 @@ def test_a_tied_head_shares_the_table_and_owns_nothing() -> None:
     head = LMHead(9, 4, tied=embedding, soft_cap=None, parallel=PARALLEL, placement=CPU)
     assert not list(head.parameters())
     hidden = torch.randn(3, 4)
-    assert torch.equal(head(hidden), F.linear(hidden, embedding.weight))
+    torch.testing.assert_close(head(hidden), F.linear(hidden, embedding.weight))
 
 
 def test_the_head_caps_logits_smoothly_in_float32() -> None:
