@@ -247,6 +247,7 @@ def test_the_oracle_shares_no_code_with_what_it_judges(name: str) -> None:
                     "torch",
                     "math",
                     "dataclasses",
+                    "functools",
                     "collections",
                     "random",
                     "zlib",
