@@ -246,3 +246,16 @@ def test_another_word_for_speculation_is_refused(value):
     assert str(caught.value) == (
         f'speculative must be "on", "off" or a bool, got {value!r}; leave it out for on'
     )
+
+
+@pytest.mark.parametrize("depth", [3, 15, 16, 20])
+def test_extra_args_that_are_taken_are_taken_again(depth):
+    """A process decodes what another has frozen."""
+    nested = functools.reduce(lambda inner, _: {"x": inner}, range(depth), 1)
+    try:
+        once = SamplingParams(extra_args={"a": nested})
+    except RequestError:
+        assert depth > 15
+        return
+    assert depth <= 15
+    assert SamplingParams(extra_args=once.extra_args) == once

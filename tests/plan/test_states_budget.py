@@ -250,8 +250,8 @@ def test_a_shape_of_linear_attention_is_planned_with_who_runs_its_layers():
     document = json.loads(json.dumps(plan.to_json()))
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
     (found,) = document["linear_attention"]
-    assert (found["mixer"], found["backend"]) == ("gdn", "torch")
+    assert (found["mixer"], found["backend"]) == ("gdn", "triton")
     assert (
-        "linear attention\n  gdn     torch (first of torch, triton that can run on cuda)"
+        "linear attention\n  gdn     triton (first of triton, torch that can run on cuda)"
         in show(plan)
     )

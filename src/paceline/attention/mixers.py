@@ -15,8 +15,7 @@ from paceline.core.near import did_you_mean
 from paceline.core.plugins import load_class, missing_of
 
 # Kind -> the registry of its backends: short name -> "module:Class", imported when asked for.  Of a
-# kind beside softmax attention auto takes the first that can run: torch, until ours is measured
-# (decision 095).
+# kind beside softmax attention auto takes the first that can run, and on a GPU ours before others.
 REGISTRIES: dict[str, Mapping[str, str]] = {
     SOFTMAX: BACKENDS,
     GDN: {
@@ -90,7 +89,9 @@ def _choose(kind: str, layer_id: int, asked: str | None, wanted: StateConfig) ->
                 remedy="add a backend of this kind to REGISTRIES of paceline.attention.mixers, or "
                 "name one with --linear-attention-backend",
             )
-        reasons = {name: _load(kind, name).unsupported_reasons(wanted) for name in known}
+        first = "triton" if wanted.device_type == "cuda" else "torch"
+        order = sorted(known, key=lambda name: name != first)
+        reasons = {name: _load(kind, name).unsupported_reasons(wanted) for name in order}
         able = [name for name, against in reasons.items() if not against]
         if not able:
             listed = [f"{name}: {each}" for name, against in reasons.items() for each in against]
@@ -100,7 +101,7 @@ def _choose(kind: str, layer_id: int, asked: str | None, wanted: StateConfig) ->
             for name, against in reasons.items()
             if name != able[0]
         }
-        why = f"first of {', '.join(known)} that can run on {wanted.device_type}"
+        why = f"first of {', '.join(order)} that can run on {wanted.device_type}"
         return Choice(name=able[0], why=why, rejected=rejected)
     assert asked is not None, "auto is asked for by None, too"
     against = _load(kind, asked).unsupported_reasons(wanted)

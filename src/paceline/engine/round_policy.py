@@ -14,11 +14,15 @@ class RoundPolicy:
     def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
         self._config = config
         self._cache = cache
-        self.max_drafting = config.max_drafting  # requests of a round; None: always
+        self._max_drafting = config.max_drafting  # requests of a round; None: always
+
+    def limit(self, most: int | None) -> None:
+        """From the next step on draft while at most so many requests decode; None: always."""
+        self._max_drafting = most
 
     def plan(self, plan: StepPlan, ready: Sequence[Request]) -> None:
         """Whether the step is a round, and whether the drafter observes it."""
-        most, is_allowed = self.max_drafting, self.may_draft(len(ready))
+        most, is_allowed = self._max_drafting, self.may_draft(len(ready))
         if not is_allowed and most is not None and most <= 1:
             self._stop_following(ready)
         plan.observed = all(request.is_followed for request in ready)
@@ -27,7 +31,7 @@ class RoundPolicy:
 
     def may_draft(self, num_running: int) -> bool:
         """Whether the next step may be a round, with so many requests."""
-        return self.max_drafting is None or num_running <= self.max_drafting
+        return self._max_drafting is None or num_running <= self._max_drafting
 
     def _stop_following(self, requests: Sequence[Request]) -> None:
         """The drafter follows them no further: they draft no more, and what it lacks of them

@@ -132,7 +132,7 @@ class Scheduler:
 
     def limit_drafting(self, most: int | None) -> None:
         """From the next step on draft while at most so many requests decode; None: always."""
-        self._rounds.max_drafting = most
+        self._rounds.limit(most)
 
     def schedule(self, epoch: int) -> Step | None:
         """The next step, or None when nothing can run before earlier outputs are processed."""

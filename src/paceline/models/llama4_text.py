@@ -2,6 +2,7 @@
 chunk of the context that a token lies in, every fourth sees all of it and has no rope; experts take
 their input by its weight, beside one that every token takes."""
 
+from dataclasses import replace
 from typing import Any
 
 from paceline.core.model.config import ExpertChoice, MoEConfig, QKNorm, QueryGrowth
@@ -21,13 +22,20 @@ def read(fields: Fields) -> dict[str, Any]:
     num_layers = shared["num_layers"]
     by_default = [int((layer + 1) % every != 0) for layer in range(num_layers)]
     rotated = fields.get("no_rope_layers") or by_default  # 1: the layer has rope
-    if not isinstance(rotated, list) or len(rotated) < num_layers or not {*rotated} <= {0, 1}:
+    if (
+        not isinstance(rotated, list)
+        or len(rotated) < num_layers
+        or any(each not in (0, 1) for each in rotated)
+    ):
         fields.fail("no_rope_layers", f"a list of {num_layers} times 0 or 1", rotated)
+    qk_norm = QKNorm.UNIT if fields.flag("use_qk_norm", True) else QKNorm.NONE
+    if qk_norm is QKNorm.UNIT:  # behind the rotation, whose factor (yarn's) it takes away
+        shared |= {"rope": replace(shared["rope"], attention_factor=1.0)}
     return shared | {
         **attention_biases(fields),
         "unrotated_layers": tuple(layer for layer in range(num_layers) if not rotated[layer]),
         "layer_windows": _chunks(fields, rotated[:num_layers], shared["max_position"]),
-        "qk_norm": QKNorm.UNIT if fields.flag("use_qk_norm", True) else QKNorm.NONE,
+        "qk_norm": qk_norm,
         "query_growth": _growth(fields),
         "intermediate_size": fields.integer("intermediate_size_mlp"),
         "moe": _experts(fields, num_layers, inter=shared["intermediate_size"]),
@@ -40,7 +48,11 @@ def _chunks(fields: Fields, rotated: list[int], max_position: int) -> tuple[Chun
     types = fields.get("layer_types")
     if types is None:
         types = [_CHUNKED if has_rope else _FULL for has_rope in rotated]
-    if not isinstance(types, list) or len(types) != len(rotated) or {*types} - {_FULL, _CHUNKED}:
+    if (
+        not isinstance(types, list)
+        or len(types) != len(rotated)
+        or any(each not in (_FULL, _CHUNKED) for each in types)
+    ):
         expected = f"a list of {len(rotated)} times {_FULL} or {_CHUNKED}"
         fields.fail("layer_types", expected, types, remedy="this attention is not supported")
     size = fields.integer("attention_chunk_size", None)
@@ -64,7 +76,8 @@ def _experts(fields: Fields, num_layers: int, *, inter: int) -> MoEConfig | None
     fields.choice("hidden_act", SILU, "silu")
     step, given = fields.integer("interleave_moe_layer_step"), fields.get("moe_layers")
     layers = list(range(step - 1, num_layers, step)) if given is None else given
-    if not isinstance(layers, list) or not {*layers} <= {*range(num_layers)}:
+    known = range(num_layers)
+    if not isinstance(layers, list) or any(type(x) is not int or x not in known for x in layers):
         fields.fail("moe_layers", f"a list of layers from 0 to {num_layers - 1}", layers)
     if fields.integer("num_experts_per_tok") != 1:
         remedy = "an input is scaled for one expert; other numbers are not supported"

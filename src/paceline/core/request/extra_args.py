@@ -9,7 +9,7 @@ from typing import Any
 from paceline.core.errors import RequestError
 
 ExtraArgs = tuple[tuple[str, Any], ...]  # (name, frozen value), by name
-MAX_DEPTH = 32  # lists and mappings in one another
+MAX_DEPTH = 32  # lists in one another; a mapping counts twice, as what is frozen of it does
 
 
 def extra_args(value: object) -> ExtraArgs:
@@ -40,7 +40,9 @@ def _frozen(where: str, value: object, depth: int) -> Any:
     if depth <= 0:
         raise _error("extra_args", f"at most {MAX_DEPTH} levels deep", "more levels")
     if isinstance(value, Mapping):
-        return _pairs(where, value, depth)
+        if depth <= 1:
+            raise _error("extra_args", f"at most {MAX_DEPTH} levels deep", "more levels")
+        return _pairs(where, value, depth - 1)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         items = enumerate(value)
         return tuple(_frozen(f"{where}[{index}]", item, depth - 1) for index, item in items)

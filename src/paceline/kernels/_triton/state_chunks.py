@@ -18,6 +18,7 @@ from paceline.kernels._triton.runtime import block_dim, cdiv, interpreted, next_
 from paceline.kernels._triton.state_parts import product, slots_of, write_window
 
 _COLUMNS = 64  # of a program's states, the fastest of 32, 64 and 128 on an H200
+_WIDE_COLUMNS = 32  # where keys are wide or float32: GPUs of 99 KiB of shared memory
 _SIDE = tl.constexpr(16)  # of the blocks that are inverted row by row: the least a product takes
 
 
@@ -51,7 +52,7 @@ def _inverse(
     for index in range(1, _SIDE):
         is_next = row % _SIDE == index
         side = tl.sum(tl.where(is_next, near, 0.0), axis=0)
-        known = tl.sum(side[:, None] * found, axis=0)
+        known = tl.sum(tl.where(is_near, side[:, None] * found, 0.0), axis=0)
         found = tl.where(is_next & is_near, found - known[None, :], found)
     if SIZE > _SIDE:
         found = _joined(found, sides, _SIDE, SIZE)
@@ -227,7 +228,8 @@ def launch_state_chunks(
     heads, value_dim = v.shape[1:]
     key_heads, key_dim = k.shape[1:]
     reqs, size, channels = slots.shape[0], rows.shape[1], inputs.shape[1]
-    block_v = min(_COLUMNS, block_dim(value_dim))
+    is_wide = key_dim * k.element_size() > 256
+    block_v = min(_WIDE_COLUMNS if is_wide else _COLUMNS, block_dim(value_dim))
     tiles = cdiv(value_dim, block_v)
     sizes = {
         "PER_KEY": heads // key_heads,

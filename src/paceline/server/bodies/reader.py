@@ -60,7 +60,7 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
 
     prompts: list[list[int]]  # token ids
     params: SamplingParams
-    given: tuple[str, ...] = ()  # names of `params` that the client gave a value
+    given: tuple[str, ...] = ()  # names of `params` that were passed on
     stream: bool
     include_usage: bool
     priority: int
