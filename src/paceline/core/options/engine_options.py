@@ -373,7 +373,7 @@ class EngineOptions:
     tensor_parallel_size: int = _of_model(
         1,
         int,
-        "Processes that share one model, each with a part of every layer; on a CPU alone.",
+        "Processes that share one model, each with a part of every layer, on GPUs one GPU each.",
         "--tensor-parallel-size",
         "--tp-size",
         "--tp",
