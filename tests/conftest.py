@@ -64,23 +64,21 @@ def bundled_drafter_is_tested_once() -> Iterator[None]:
     bundled = read_band(Path(paceline.__file__).parent / "models" / "bundled" / "eagle3")
     test, passed = boot.check_drafter, []
 
-    def test_once(engine, tokenizer, band, shape, notify, **limits):  # type: ignore[no-untyped-def]
+    def checked_once(engine, tokenizer, band, shape, notify, **limits):  # type: ignore[no-untyped-def]
         if band == bundled and passed:
             return
         told = []
-        test(
-            engine,
-            tokenizer,
-            band,
-            shape,
-            lambda event: (told.append(event), notify(event)),
-            **limits,
-        )
+
+        def tell(event: object) -> None:
+            told.append(event)
+            notify(event)
+
+        test(engine, tokenizer, band, shape, tell, **limits)
         if band == bundled and not told:
             passed.append(band)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boot, "check_drafter", test_once)
+        patch.setattr(boot, "check_drafter", checked_once)
         yield
 
 
