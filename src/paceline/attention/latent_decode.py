@@ -5,7 +5,6 @@ are is attention/layouts/query_rows.py.  Several queries of a row are masked cau
 tables are read on the device, and a row without a key comes to junk: it is shown one, and replaced.
 """
 
-import importlib
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar, cast
@@ -25,10 +24,9 @@ from paceline.attention.contract import (
 from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import QueryRows, query_rows, uniform_stride
-from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PAGE
-from paceline.core.plugins import can_find
+from paceline.core.plugins import can_find, import_modules
 from paceline.kernels.step_view import StepView
 
 TABLE_TOKENS = 128  # whose page ids a kernel loads at once: tables are as wide as whole loads
@@ -167,15 +165,10 @@ class LatentDecodeBackend(
 
     def _import_library(self) -> LibraryT:
         """The real library.  Raises ConfigError with what the import said."""
-        try:
-            return cast(LibraryT, importlib.import_module(self.module))
-        except ImportError as error:
-            raise ConfigError.about(
-                f"attention backend {self.name}",
-                expected=f"an importable {self.module}",
-                got=f"{type(error).__name__}: {error}",
-                remedy=f"pip install {self.package}, or choose another --attention-backend",
-            ) from error
+        remedy = f"pip install {self.package}, or choose another --attention-backend"
+        what = f"attention backend {self.name}"
+        (library,) = import_modules(what, self.module, remedy=remedy)
+        return cast(LibraryT, library)
 
 
 def latent_capabilities(

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from inspect import signature
+from types import ModuleType
 from typing import TypeVar
 
 from paceline.core.errors import ConfigError
@@ -18,6 +19,22 @@ def can_find(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False  # the package in front of the dot
+
+
+def import_modules(what: str, *names: str, remedy: str) -> list[ModuleType]:
+    """The modules of a library.
+
+    what: who needs them, as errors call it.  Raises ConfigError with what the import said.
+    """
+    try:
+        return [importlib.import_module(name) for name in names]
+    except ImportError as error:
+        raise ConfigError.about(
+            what,
+            expected=f"an importable {' and '.join(names)}",
+            got=f"{type(error).__name__}: {error}",
+            remedy=remedy,
+        ) from error
 
 
 def load_class(what: str, target: str, base: type[T]) -> type[T]:

@@ -4,7 +4,6 @@ Read in its 4.0.0b15: flash_attn.cute.interface, flash_fwd_sm90, paged_kv.  Kern
 the first call of a variant (seconds), which is an eager one: graphs are captured after it.
 """
 
-import importlib
 import importlib.metadata
 import os
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from paceline.attention.contract import (
     LayerCache,
 )
 from paceline.attention.flash_attention import FlashAttentionBackend, VisibleKeys
-from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
+from paceline.core.plugins import import_modules
 
 PACKAGE = "flash-attn-4"
 MODULE = "flash_attn.cute.interface"
@@ -101,15 +100,12 @@ class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
         Raises ConfigError where it cannot be imported.
         """
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        try:
-            return cast(FlashAttention4Library, importlib.import_module(MODULE))
-        except ImportError as error:
-            raise ConfigError.about(
-                "attention backend fa4",
-                expected=f"an importable {MODULE}",
-                got=f"{type(error).__name__}: {error}",
-                remedy="pip install 'paceline[fa4]', or choose another --attention-backend",
-            ) from error
+        (library,) = import_modules(
+            "attention backend fa4",
+            MODULE,
+            remedy="pip install 'paceline[fa4]', or choose another --attention-backend",
+        )
+        return cast(FlashAttention4Library, library)
 
     def attend(
         self, library: FlashAttention4Library, q: Tensor, layer: LayerCache, *, rows: VisibleKeys

@@ -5,7 +5,6 @@ request brings as many queries to a call.  Where they do not, or bring many, eve
 request by itself, with the pages of its request and the keys up to its own.
 """
 
-import importlib
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -24,9 +23,8 @@ from paceline.attention.contract import (
 from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import query_rows, uniform_stride
-from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
-from paceline.core.plugins import can_find
+from paceline.core.plugins import can_find, import_modules
 from paceline.kernels.stand_in import multiprocessors
 from paceline.kernels.step_view import StepView
 
@@ -212,12 +210,9 @@ def _calls(
 
 def _import_library() -> FlashMLALibrary:
     """The real library.  Raises ConfigError with what the import said."""
-    try:
-        return cast(FlashMLALibrary, importlib.import_module(MODULE))
-    except ImportError as error:
-        raise ConfigError.about(
-            "attention backend flashmla",
-            expected=f"an importable {MODULE}",
-            got=f"{type(error).__name__}: {error}",
-            remedy="pip install sglang-kernel, or choose another --attention-backend",
-        ) from error
+    (library,) = import_modules(
+        "attention backend flashmla",
+        MODULE,
+        remedy="pip install sglang-kernel, or choose another --attention-backend",
+    )
+    return cast(FlashMLALibrary, library)

@@ -8,7 +8,6 @@ the same for every step, eager or not.
 Read in FlashInfer's main of August 2026, `flashinfer/decode.py` and `prefill.py`.
 """
 
-import importlib
 import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -29,9 +28,8 @@ from paceline.attention.contract import (
 from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import QueryRows, query_rows, uniform_stride
-from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
-from paceline.core.plugins import can_find
+from paceline.core.plugins import can_find, import_modules
 from paceline.kernels.stand_in import multiprocessors
 from paceline.kernels.step_view import StepView
 
@@ -269,15 +267,12 @@ def _workspace_bytes(limits: Limits) -> int:
 
 def _import_library() -> TrtllmMHALibrary:
     """The real library.  Raises ConfigError with what the import said."""
-    try:
-        decode, prefill = map(importlib.import_module, (DECODE_MODULE, PREFILL_MODULE))
-    except ImportError as error:
-        raise ConfigError.about(
-            "attention backend trtllm_mha",
-            expected=f"an importable {DECODE_MODULE} and {PREFILL_MODULE}",
-            got=f"{type(error).__name__}: {error}",
-            remedy=f"pip install {PACKAGE}, or choose another --attention-backend",
-        ) from error
+    decode, prefill = import_modules(
+        "attention backend trtllm_mha",
+        DECODE_MODULE,
+        PREFILL_MODULE,
+        remedy=f"pip install {PACKAGE}, or choose another --attention-backend",
+    )
     functions = SimpleNamespace(
         trtllm_batch_decode_with_kv_cache=decode.trtllm_batch_decode_with_kv_cache,
         trtllm_batch_context_with_kv_cache=prefill.trtllm_batch_context_with_kv_cache,
