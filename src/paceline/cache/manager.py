@@ -224,7 +224,13 @@ class CacheManager:
         become shareable.  state_len: what its checkpoint slots stand for by the device; 0: unused.
         """
         entry = self._entries[request_id]
-        self._require_retired(epoch)
+        if epoch > self._retired:
+            raise IntegrityError.about(
+                "the epoch of written KV",
+                expected=f"at most {self._retired} (retired)",
+                got=epoch,
+                remedy="call retire before written",
+            )
         self._commit(entry, kv_len, epoch)
         if self._states:
             for group, held in self._state_pairs(entry):
@@ -375,12 +381,3 @@ class CacheManager:
         entry.reserved = min(
             (group.reserved(holding) for group, holding in self._pairs(entry)), default=_ANY_LENGTH
         )
-
-    def _require_retired(self, epoch: int) -> None:
-        if epoch > self._retired:
-            raise IntegrityError.about(
-                "the epoch of written KV",
-                expected=f"at most {self._retired} (retired)",
-                got=epoch,
-                remedy="call retire before written",
-            )

@@ -167,7 +167,9 @@ class Scheduler:
         if self._overlay is not None:
             self._overlay.retire(outputs.epoch)
         updates: list[RequestUpdate] = []
-        num_forms = sum(row.request.constraint is not None for row in rows)
+        num_forms = 0
+        if self._roster.num_needy:
+            num_forms = sum(row.request.constraint is not None for row in rows)
         share = self._config.mask_share(num_forms)  # in the step after, of as many
         for index, row in enumerate(rows):
             update = self._receive(row, outputs, index, share)
@@ -192,9 +194,10 @@ class Scheduler:
         if self._config.draft.has_drafts:
             self._rounds.plan(plan, ready)
         extend_len = plan.draft.num_draft_tokens
+        num_slots = max(extend_len, plan.draft.reach)
         for request in ready:
             if request.state is RequestState.RUNNING:
-                self._plan_row(plan, request, extend_len)
+                self._plan_row(plan, request, extend_len, num_slots)
         if not plan.rows:
             plan.draft, plan.observed = NO_DRAFTS, True
 
@@ -208,7 +211,7 @@ class Scheduler:
         for request in [r for r in self._roster.running if r.is_prefilling]:
             chunk = self._admissions.chunk(plan, request)
             if chunk > 0 and request.state is RequestState.RUNNING:
-                self._plan_row(plan, request, chunk)
+                self._plan_row(plan, request, chunk, max(chunk, plan.draft.reach))
         self._admissions.plan(plan)
 
     def _plan_slots(self, plan: StepPlan, epoch: int) -> None:
@@ -228,9 +231,10 @@ class Scheduler:
         if self._overlay is not None:
             self._overlay.release(request.request_id, epoch=epoch)
 
-    def _plan_row(self, plan: StepPlan, request: Request, extend_len: int) -> None:
-        """Give a running request its place, if its pages can be had now or by preemption."""
-        kv_bound = request.kv_bound + max(extend_len, plan.draft.reach)
+    def _plan_row(self, plan: StepPlan, request: Request, extend_len: int, num_slots: int) -> None:
+        """Give a running request its place, if pages for `num_slots` more can be had now or by
+        preemption."""
+        kv_bound = request.kv_bound + num_slots
         if self._cache.holds(request.request_id, kv_bound):
             plan.add(request, extend_len, ())
             return
@@ -311,8 +315,10 @@ class Scheduler:
             told, drafts = drafts, request.constraint.drafts.first(row.num_given)
             if tokens and reason is None:
                 reason = self._follow(request, tokens, told or NO_ROW_DRAFTS, share)
-        prompt_logprobs = outputs.prompt_logprobs.get(index, ())
-        request.num_scored += len(prompt_logprobs)
+        prompt_logprobs: tuple[RowLogprobs, ...] = ()
+        if outputs.prompt_logprobs:
+            prompt_logprobs = outputs.prompt_logprobs.get(index, ())
+            request.num_scored += len(prompt_logprobs)
         if is_running and request.end is not End.GENERATE:
             reason = self._conclude(row, outputs, index)
         if not tokens and reason is None and not prompt_logprobs:

@@ -141,10 +141,9 @@ class Completion:
         is_stopped = finish is FinishReason.STOP and not self.request.is_done
         if is_stopped and not self.request.params.include_stop_str_in_output:
             tokens = tokens[:-1]  # the token that stopped it is no part of the text
-        self._detokenizer.push(tokens)
+        found = self._detokenizer.push(tokens).stop
         if finish is not None:
-            self._detokenizer.flush()
-        found = self._detokenizer.stop
+            found = self._detokenizer.flush().stop
         if found is None:
             return None
         del self._token_ids[found.num_tokens :]
