@@ -24,6 +24,7 @@ gc.disable()  # until all tests are there: what their imports and their collecti
 BEGUN = pytest.StashKey[set[Path]]()  # files of which a test has run
 FROZEN = pytest.StashKey[int]()  # modules that were there when all was frozen last
 MANY_MODULES = 20
+YOUNG_OBJECTS = 20_000  # between collections: those at every 700 were a tenth of an engine's time
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +127,7 @@ def pytest_collection_finish() -> None:
     each time, which takes longer than most tests.  What collection left behind is not looked for
     either."""
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     gc.enable()
 
 
