@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,9 @@ from patched_once import patch_once
 
 gc.disable()  # until all tests are there: what their imports and their collection make stays
 BEGUN = pytest.StashKey[set[Path]]()  # files of which a test has run
+FROZEN = pytest.StashKey[int]()  # modules that were there when all was frozen last
+MANY_MODULES = 20
+YOUNG_OBJECTS = 20_000  # between collections: those at every 700 were a tenth of an engine's time
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +86,20 @@ def bundled_drafter_is_tested_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def what_is_frozen_stays_frozen() -> Iterator[None]:
+    """A bench or server that ends thaws all there is, modules and tests too, through which every
+    engine behind it would look for garbage."""
+    machine = sys.modules.get("paceline.plan.machine")
+    if machine is None:  # nothing that serves
+        yield
+        return
+    collects_alone = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "gc", collects_alone)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def kernels_are_interpreted_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """See patched_once."""
@@ -106,21 +124,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Every engine that is closed looks for garbage: let it not look through all tests and modules
-    each time, which takes longer than most tests."""
-    gc.collect()
+    each time, which takes longer than most tests.  What collection left behind is not looked for
+    either."""
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Nor through the modules that tests have imported: where a file begins nothing of the one
-    before it is left.  At its 1st, 2nd, 4th, 8th ...: fewer and fewer modules are new."""
+    before it is left.  At its 1st, 2nd, 4th, 8th ..., and wherever many modules are new."""
     begun = item.config.stash.setdefault(BEGUN, set())
     if item.path in begun:
         return
     begun.add(item.path)
-    if len(begun) & (len(begun) - 1) == 0:
+    is_in_turn = len(begun) & (len(begun) - 1) == 0
+    if is_in_turn or len(sys.modules) > item.config.stash[FROZEN] + MANY_MODULES:
+        item.config.stash[FROZEN] = len(sys.modules)
         gc.collect()
         gc.freeze()
 

@@ -13,6 +13,7 @@ from paceline.models.config import parse_config
 from paceline.models.locate import locate
 from paceline.models.size import weights_bytes
 from paceline.plan.explain import nearest_if_short
+from paceline.plan.memory import nearest
 from paceline.plan.memory.fit import require_fit
 from paceline.plan.memory.nearest import Knob, lowered
 from paceline.plan.memory.suggestion import flag_words
@@ -227,7 +228,10 @@ def with_little_memory(total):
     return config, replace(device, total_bytes=total, free_bytes=total)
 
 
-def test_weights_that_exceed_the_memory_are_told_with_who_would_hold_them():
+def test_weights_that_exceed_the_memory_are_told_with_who_would_hold_them(monkeypatch):
+    """Of few GPUs and models; the test below looks at all."""
+    monkeypatch.setattr(nearest, "GPUS", {name: gpu_by_name(name) for name in ("l4", "h200")})
+    monkeypatch.setattr(nearest, "shape_names", lambda: ("llama-3.2-1b", "qwen3-8b"))
     total = int(3.7 * GIB)
     config, device = with_little_memory(total)
     found, _ = search(config, device, {"model": "qwen3-8b"})

@@ -80,6 +80,18 @@ def test_an_operator_without_a_rule_is_asked_of_torch():
         assert x[torch.empty(3, dtype=torch.int64, device="meta"), 2:].shape == (3, 3)
 
 
+def test_dtypes_that_look_alike_are_told_apart():
+    """What a pointwise operator makes is asked once of each kind of operands."""
+    with stand_in.StandIn("cuda", 132):
+        counts = torch.empty(3, dtype=torch.int64, device="meta")
+        single = torch.empty(3, device="meta")
+        scalar = torch.empty((), dtype=torch.float64, device="meta")
+        assert (counts + 1).dtype is torch.int64
+        assert (counts + 1.0).dtype is torch.float32
+        assert (single + scalar).dtype is torch.float32
+        assert (single + scalar.view(1)).dtype is torch.float64
+
+
 def test_what_is_computed_on_a_real_device_is_computed():
     with stand_in.StandIn("cpu", None):
         assert (torch.ones(3) + torch.ones(3)).tolist() == [2.0] * 3

@@ -117,7 +117,8 @@ def test_the_health_check_of_the_image_runs_as_it_stands():
         assert done.returncode == 1
 
 
-def test_commands_of_the_page_have_flags_that_exist():
+def test_commands_of_the_page_have_flags_that_exist(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # a file that one names is opened
     lines = [line for block in fenced("sh") for line in block.splitlines() if line]
     for line in lines:
         words = shlex.split(line)

@@ -6,9 +6,9 @@ operators that our steps are made of; of any other torch is asked.  A test compa
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cmp_to_key, partial
+from functools import cache, cmp_to_key, lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,8 +53,8 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     given = [*args, *kwargs.values()]
     tensors = [each for each in given if isinstance(each, Tensor)]
     shape = np.broadcast_shapes(*(each.shape for each in tensors))
-    single = func(*map(_single, args), **{name: _single(value) for name, value in kwargs.items()})
-    return _laid_out(shape, single.dtype, tensors)
+    named = {name: _kind(value) for name, value in kwargs.items()}
+    return _laid_out(shape, _dtype_made(func, *map(_kind, args), **named), tensors)
 
 
 def _laid_out(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
@@ -90,8 +90,27 @@ def _step(x: Tensor, dim: int) -> int:
     return x.stride(dim) if x.dim() >= -dim and x.shape[dim] > 1 else 0
 
 
+class _Kind(NamedTuple):
+    """What of a tensor decides the dtype of a result."""
+
+    dtype: torch.dtype
+    dims: int
+
+
+def _kind(value: Any) -> Any:
+    return _Kind(value.dtype, value.dim()) if isinstance(value, Tensor) else value
+
+
+@lru_cache(maxsize=1024, typed=True)  # typed: 1 and 1.0 make other dtypes
+def _dtype_made(func: Any, *args: Any, **kwargs: Any) -> torch.dtype:
+    """By single elements.  args, kwargs: those of `func`, with a `_Kind` for each tensor."""
+    named = {name: _single(value) for name, value in kwargs.items()}
+    made: torch.dtype = func(*map(_single, args), **named).dtype
+    return made
+
+
 def _single(value: Any) -> Any:
-    return torch.ones((1,) * value.dim(), dtype=value.dtype) if isinstance(value, Tensor) else value
+    return torch.ones((1,) * value.dims, dtype=value.dtype) if isinstance(value, _Kind) else value
 
 
 def _replaced(shape: Sequence[int], dim: int, size: int) -> list[int]:
@@ -162,6 +181,10 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     return _meta(_replaced(first.shape, dim, sum(each.shape[dim] for each in tensors)), first.dtype)
 
 
+def _full(size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return _meta(size, dtype or torch.get_default_dtype())
+
+
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     shape = list(tensors[0].shape)
     shape.insert(dim if dim >= 0 else dim + len(shape) + 1, len(tensors))
@@ -219,6 +242,10 @@ _RULES: Mapping[str, Rule] = {
     "to": _to,
     "_to_copy": _like,
     "roll": _like,
+    "zeros": _full,
+    "ones": _full,
+    "new_empty": lambda x, size, dtype=None, **_: _meta(size, dtype or x.dtype),
+    "new_zeros": lambda x, size, dtype=None, **_: _meta(size, dtype or x.dtype),
     "empty_like": _like,
     "zeros_like": _like,
     "full_like": _like,

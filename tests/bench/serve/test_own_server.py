@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from children import hearing_ctrl_c
 from paceline.bench.serve import own_server
 from paceline.core.errors import ModelError
 
@@ -23,7 +24,7 @@ def stand_in(monkeypatch, tmp_path, said):
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000/v1", "https://[::1]:8000/v1"])
 def test_it_is_there_when_it_says_so(monkeypatch, tmp_path, name, url):
     stand_in(monkeypatch, tmp_path, SERVES.format(name=name, url=url) + STAYS)
-    with own_server.own_server([]) as found:
+    with hearing_ctrl_c(), own_server.own_server([]) as found:
         assert found == url
 
 

@@ -143,25 +143,24 @@ def _attend_row(
         nothing = torch.full((heads,), -math.inf, dtype=torch.float64)
         return torch.zeros(heads, case.v_head_dim, dtype=torch.float64), nothing
     group = heads // kv_heads
-    owner = [h % kv_heads if meaning.is_striped else h // group for h in range(heads)]
+    owned = torch.arange(heads).view(kv_heads, group)  # the heads of each KV head
+    if meaning.is_striped:
+        owned = owned.view(group, kv_heads).T
     index = torch.tensor(seen)
     keys = data.keys[request][layer].index_select(0, index) * meaning.key_factor
     values = data.values[request][layer].index_select(0, index) * meaning.value_factor
     query = data.queries[request][layer, row]  # [heads, head_dim]
-    outs, lses = [], []
-    for head in range(heads):
-        scores = data.scale * (keys[:, owner[head]] @ query[head])  # [keys]
-        if case.soft_cap is not None and meaning.is_capped:
-            scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
-        lse = torch.logsumexp(scores, 0)
-        total = lse
-        times = meaning.num_sinks - case.is_part
-        if data.sinks is not None and times:
-            sink = data.sinks[layer, head] + math.log(times)
-            total = torch.logaddexp(lse, sink)
-        outs.append((scores - total).exp() @ values[:, owner[head]])
-        lses.append(lse)
-    return torch.stack(outs), torch.stack(lses)
+    scores = data.scale * (query[owned] @ keys.permute(1, 2, 0))  # [kv_heads, group, keys]
+    if case.soft_cap is not None and meaning.is_capped:
+        scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+    lse = torch.logsumexp(scores, 2)
+    total = lse
+    times = meaning.num_sinks - case.is_part
+    if data.sinks is not None and times:
+        total = torch.logaddexp(lse, data.sinks[layer][owned] + math.log(times))
+    found = (scores - total.unsqueeze(2)).exp() @ values.transpose(0, 1)
+    place = owned.flatten().argsort()  # of each head among them
+    return found.flatten(0, 1)[place], lse.flatten()[place]
 
 
 def with_window(change: Callable[[Lookback | None], Lookback | None]) -> VisibleKeys:
