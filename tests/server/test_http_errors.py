@@ -1,7 +1,6 @@
 """Errors over HTTP: one shape for all, and the server goes on."""
 
 import re
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -166,12 +165,10 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(client, server
 
 def test_logits_without_numbers_are_a_server_error(client, server, monkeypatch):
     growth = Completion.growth
+    failed = {"finish_reason": FinishReason.ERROR, "error": "logits must be finite"}
 
-    def broken(self):
-        found = growth(self)
-        if found is None:
-            return None
-        return replace(found, finish_reason=FinishReason.ERROR, error="logits must be finite")
+    def broken(self, make):
+        return growth(self, lambda **fields: make(**fields | failed))
 
     with monkeypatch.context() as patch:
         patch.setattr(Completion, "growth", broken)
