@@ -106,6 +106,7 @@ def test_the_schema_promises_no_422(client):
     assert not any("422" in each for each in answers)
     (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
     assert (name["name"], name["in"]) == ("name", "path")
+    assert list(schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
 
 
 def test_a_name_of_ten_megabytes_is_not_said_again(client):
