@@ -5,9 +5,10 @@
 Greedy texts of some prompts are taken one by one from the calm server.  Then, side by side: streams
 and whole answers, whose texts must be these; clients that leave in the middle, read slowly, send
 half a body, or bodies of megabytes; bursts that overfill the queue; and one steady stream, whose
-gaps are measured.  Behind that nothing may run or wait, no page may be owned, and as many requests
-as the server has places for must be taken at once.  Exits 1 when a check fails; the last line is
-JSON.  Arguments behind -- are those of `paceline serve`; give a model a dtype without ties.
+gaps are measured, beside how late the client itself wakes.  Behind that nothing may run or wait,
+no page may be owned, and as many requests as the server has places for must be taken at once.
+Exits 1 when a check fails; the last line is JSON.  Arguments behind -- are those of `paceline
+serve`; give a model a dtype without ties.
 """
 
 import argparse
@@ -45,6 +46,7 @@ PROMPTS = (
 )
 TOKENS = (1, 7, 24, 48)  # of answers
 BIG = 1 << 22  # characters of a big body
+BEAT_S = 0.02  # between two looks at this program's own loop
 POLITE = {"400", "413"}  # what a body that cannot be served is answered with
 FULL = "503"  # the queue
 Ask = tuple[str, int]  # prompt, tokens
@@ -62,6 +64,7 @@ class Tally:
     refused: int = 0  # because the queue was full
     largest_gap_s: float = 0.0  # of the steady stream
     gaps: int = 0
+    largest_lag_s: float = 0.0  # of this program's own loop, which no server is to blame for
     leaked: dict[str, float] = field(default_factory=dict)  # what /metrics still shows at the end
     places: int = 0  # requests taken at once at the end
     rss_mib: list[float] = field(default_factory=list)  # of the server's processes, by the second
@@ -103,6 +106,7 @@ class Tally:
             "refused_by_full_queue": self.refused,
             "largest_gap_s": self.largest_gap_s,
             "gaps": self.gaps,
+            "largest_lag_s": self.largest_lag_s,
             "leaked": self.leaked,
             "places_at_the_end": self.places,
             "rss_mib": {
@@ -126,10 +130,13 @@ class Soak:
         self._end = 0.0
         self._client = Client(self._place, api_key=None, timeout=600.0)
         self._texts: dict[Ask, str] = {}  # as the calm server gives them
+        self._big_bodies: list[bytes] = []  # made before anything is timed
 
     async def run(self) -> None:
         """Raises AnswerError when the calm server does not answer."""
         began = time.monotonic()
+        prompts: tuple[Any, ...] = ("many words " * (BIG // 11), [1] * (BIG // 3))
+        self._big_bodies = [json.dumps(self._body((each, 1))).encode() for each in prompts]
         try:
             for prompt in PROMPTS:
                 for tokens in TOKENS:
@@ -150,6 +157,7 @@ class Soak:
             }
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch())
+                group.create_task(self._watch_itself())
                 for kind, (act, count) in kinds.items():
                     for number in range(count):
                         source = random.Random(f"{SEED} {kind} {number}")
@@ -236,11 +244,8 @@ class Soak:
         writer.transport.abort()
 
     async def _big_body(self, source: random.Random) -> None:
-        prompt: Any = "many words " * (BIG // 11)
-        if source.random() < 0.5:
-            prompt = [1] * (BIG // 3)
         try:
-            await self._client.post("/completions", self._body((prompt, 1)))
+            await self._client.post_encoded("/completions", source.choice(self._big_bodies))
         except AnswerError as error:
             if error.kind not in POLITE:
                 raise
@@ -294,6 +299,12 @@ class Soak:
                 bar.note(f"{self.tally.compared} texts, {len(self.tally.wrong_texts)} wrong")
                 bar.advance()
                 await asyncio.sleep(1.0)
+
+    async def _watch_itself(self) -> None:
+        while time.monotonic() < self._end:
+            due = time.monotonic() + BEAT_S
+            await asyncio.sleep(BEAT_S)
+            self.tally.largest_lag_s = max(self.tally.largest_lag_s, time.monotonic() - due)
 
     async def _settle(self) -> None:
         """Wait until nothing runs, as far as that comes; then see that all places are free."""
@@ -360,8 +371,8 @@ def main() -> int:
     print(
         f"{sum(tally.sent.values())} acts in {tally.seconds:.0f} s, {tally.compared} texts "
         f"compared, {len(tally.wrong_texts)} wrong, {len(tally.failed)} failed, {tally.refused} "
-        f"found the queue full; largest gap {tally.largest_gap_s:.2f} s, memory "
-        f"{tally.growth_mib:+.0f} MiB"
+        f"found the queue full; largest gap {tally.largest_gap_s:.2f} s, of the client itself "
+        f"{tally.largest_lag_s:.2f} s, memory {tally.growth_mib:+.0f} MiB"
     )
     document = {
         "benchmark": "soak",

@@ -5,6 +5,7 @@ import pytest
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs
 from paceline.engine.answers.completion import Completion
+from paceline.engine.answers.outputs import CompletionOutput
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
 
@@ -32,28 +33,28 @@ def test_each_growth_tells_what_is_new() -> None:
     found = []
     for text, finish in (("ab", None), ("cx", None), ("d", None), ("xy", FinishReason.LENGTH)):
         assert completion.apply(update(request, text, finish)) is None
-        growth = completion.growth()
+        growth = completion.growth(CompletionOutput)
         rows = [row.token_id for row in growth.logprobs]
         assert rows == list(growth.token_ids) == list(map(ord, text))
         found.append((growth.num_tokens_before, growth.num_chars_before, growth.text))
         assert growth.finish_reason is finish
-        assert completion.growth() is None
+        assert completion.growth(CompletionOutput) is None
     assert found == [(0, 0, "ab"), (2, 2, "c"), (4, 3, "xd"), (5, 5, "xy")]
 
 
 def test_what_was_held_back_is_told_when_the_length_is_reached() -> None:
     completion, request = make(stop="xyz")
     completion.apply(update(request, "axy", FinishReason.LENGTH))
-    assert completion.snapshot().text == completion.growth().text == "axy"
+    assert completion.snapshot().text == completion.growth(CompletionOutput).text == "axy"
 
 
 def test_what_was_held_back_is_told_at_an_abort() -> None:
     completion, request = make(stop="xyz")
     completion.apply(update(request, "axy"))
-    assert completion.growth().text == "a"
+    assert completion.growth(CompletionOutput).text == "a"
     completion.finish(FinishReason.ABORT)
     completion.finish(FinishReason.LENGTH)
-    growth = completion.growth()
+    growth = completion.growth(CompletionOutput)
     assert (growth.text, growth.token_ids, growth.finish_reason) == ("xy", (), "abort")
 
 

@@ -11,6 +11,7 @@ from paceline.cache.page_keys import PageKeys
 from paceline.core.errors import CapacityError, PacelineError
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs, Step, StepOutputs
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
 from paceline.engine.answers.tracker import Tracker
 from paceline.engine.engine import Engine
 from paceline.engine.loop import overlapped_turn
@@ -187,13 +188,13 @@ def test_scores_of_a_prompt_belong_to_its_tokens_and_come_beside_first_growths()
     tracker.apply(RequestUpdate(first, (), (), None, scores(-1.0, -2.0)))
     tracker.apply(RequestUpdate(first, (9,), (), None, scores(-3.0)))
     wanted = [None, (6, -1.0), (7, -2.0), (8, -3.0)]
-    grown = tracker.growth()
+    grown = tracker.growth(CompletionOutput, RequestOutput)
     found = [None if row is None else (row.token_id, row.chosen) for row in grown.prompt_logprobs]
     assert found == wanted
     tracker.apply(RequestUpdate(first, (9,), (), None))
-    assert tracker.growth().prompt_logprobs is None
+    assert tracker.growth(CompletionOutput, RequestOutput).prompt_logprobs is None
     tracker.apply(RequestUpdate(second, (9,), (), None))
-    assert len(tracker.growth().prompt_logprobs) == 4
+    assert len(tracker.growth(CompletionOutput, RequestOutput).prompt_logprobs) == 4
 
 
 def test_a_completion_that_a_stop_string_ended_leaves_the_steps_of_its_siblings() -> None:

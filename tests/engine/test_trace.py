@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import RowDrafts
 from paceline.engine.answers.completion import Completion
+from paceline.engine.answers.outputs import CompletionOutput
 from paceline.engine.answers.trace import Round, Trace
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
@@ -67,14 +68,14 @@ def feed(made, tokens, drafts=None):
 def test_rounds_come_with_the_growth_that_brings_their_tokens():
     made = completion(trace_tokens=True)
     feed(made, (9,))
-    assert made.growth().trace == Trace(cached_tokens=4)
+    assert made.growth(CompletionOutput).trace == Trace(cached_tokens=4)
     feed(made, (10, 12), DRAFTS)
     feed(made, (10, 11, 13), DRAFTS)
     first = Round(1, 2, (10, 11), (-1, 0), (0,))
     second = Round(3, 3, (10, 11), (-1, 0), (0, 1))
-    assert made.growth().trace == Trace(cached_tokens=4, rounds=(first, second))
+    assert made.growth(CompletionOutput).trace == Trace(cached_tokens=4, rounds=(first, second))
     made.finish(FinishReason.ABORT)
-    assert made.growth().trace.rounds == ()
+    assert made.growth(CompletionOutput).trace.rounds == ()
     assert made.snapshot().trace.rounds == (first, second)
 
 
@@ -83,7 +84,7 @@ def test_growths_joined_are_the_snapshot():
     joined = None
     for tokens, drafts in [((9,), None), ((10, 12), DRAFTS), ((13,), DRAFTS), ((5,), None)]:
         feed(made, tokens, drafts)
-        growth = made.growth()
+        growth = made.growth(CompletionOutput)
         joined = growth if joined is None else joined.then(growth)
     assert joined.trace == made.snapshot().trace
     document = joined.as_document()["trace"]
@@ -103,5 +104,5 @@ def test_a_round_that_emitted_nothing_is_none():
 def test_who_does_not_ask_is_told_nothing(drafts):
     made = completion()
     feed(made, (10, 12), drafts)
-    assert made.growth().trace is None
+    assert made.growth(CompletionOutput).trace is None
     assert "trace" not in made.snapshot().as_document()

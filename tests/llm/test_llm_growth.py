@@ -6,7 +6,7 @@ import pytest
 from llm_cases import Checkpoint, assert_idle, make_llm, random_prompts
 
 from paceline.core.request.sampling_params import SamplingParams
-from paceline.engine.answers.outputs import RequestOutput, joined
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput, joined
 from paceline.engine.answers.tracker import Tracker
 from paceline.llm.llm import LLM
 
@@ -25,7 +25,7 @@ def grown(llm: LLM, tracker: Tracker, *, every: int = 1) -> list[RequestOutput]:
         for _ in range(every):
             if not tracker.is_finished:
                 llm.engine.step()
-        growths.append(tracker.growth())
+        growths.append(tracker.growth(CompletionOutput, RequestOutput))
     assert_idle(llm)
     return growths
 
@@ -57,7 +57,7 @@ def test_nothing_is_told_twice(llm: LLM) -> None:
         assert final.token_ids[tokens : tokens + len(piece.token_ids)] == piece.token_ids
     firsts = [growth for growth in growths if growth.prompt_logprobs is not None]
     assert all(any(p.num_tokens_before == 0 for p in growth.outputs) for growth in firsts)
-    assert tracker.growth().outputs == ()
+    assert tracker.growth(CompletionOutput, RequestOutput).outputs == ()
 
 
 def test_an_abort_releases_held_text_and_is_told_once(llm: LLM, checkpoint: Checkpoint) -> None:
@@ -67,12 +67,12 @@ def test_an_abort_releases_held_text_and_is_told_once(llm: LLM, checkpoint: Chec
     [tracker] = llm.submit([prompt], replace(SAMPLED, n=1, stop=f"{text[:12]}?"))
     while tracker.num_tokens < 6:
         llm.engine.step()
-    before = tracker.growth()
+    before = tracker.growth(CompletionOutput, RequestOutput)
     assert before.outputs[0].text == ""
     llm.abort(tracker.request.request_id)
-    after = tracker.growth()
+    after = tracker.growth(CompletionOutput, RequestOutput)
     assert (after.outputs[0].text, after.outputs[0].finish_reason) == (text[:12], "abort")
     assert after.outputs[0].num_tokens_before == 6
-    assert tracker.growth().outputs == ()
+    assert tracker.growth(CompletionOutput, RequestOutput).outputs == ()
     while llm.engine.has_work:
         llm.engine.step()

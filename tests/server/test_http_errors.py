@@ -1,7 +1,6 @@
 """Errors over HTTP: one shape for all, and the server goes on."""
 
 import re
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -107,6 +106,7 @@ def test_the_schema_promises_no_422(client):
     assert not any("422" in each for each in answers)
     (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
     assert (name["name"], name["in"]) == ("name", "path")
+    assert list(schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
 
 
 def test_a_name_of_ten_megabytes_is_not_said_again(client):
@@ -166,12 +166,10 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(client, server
 
 def test_logits_without_numbers_are_a_server_error(client, server, monkeypatch):
     growth = Completion.growth
+    failed = {"finish_reason": FinishReason.ERROR, "error": "logits must be finite"}
 
-    def broken(self):
-        found = growth(self)
-        if found is None:
-            return None
-        return replace(found, finish_reason=FinishReason.ERROR, error="logits must be finite")
+    def broken(self, make):
+        return growth(self, lambda **fields: make(**fields | failed))
 
     with monkeypatch.context() as patch:
         patch.setattr(Completion, "growth", broken)

@@ -258,6 +258,23 @@ def test_a_process_reads_as_the_reader_does_and_is_replaced_when_it_ends() -> No
     asyncio.run(ask_all())
 
 
+def test_a_process_whose_folder_has_gone_says_so_until_it_is_back(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    worker, body = BodyWorker(facts_of(folder)), b'{"model":"tiny","prompt":"x y"}'
+
+    async def ask_twice():
+        with pytest.raises(
+            ApiError, match=r"got an error \(tokenizer must be tokenizer.json"
+        ) as gone:
+            await worker.read(COMPLETIONS, [body])
+        assert (gone.value.status, gone.value.code) == (503, "reader_without_tokenizer")
+        folder.symlink_to(BUNDLED)
+        return await worker.read(COMPLETIONS, [body])
+
+    assert asyncio.run(ask_twice()) == BUNDLED_READER.read(COMPLETIONS, body)
+    worker.close()
+
+
 def test_the_process_that_reads_bodies_imports_no_torch() -> None:
     code = "import sys, paceline.server.bodies.worker; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

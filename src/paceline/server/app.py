@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
 from paceline.plan.machine import versions
@@ -119,7 +120,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_metrics(app: FastAPI, service: Service) -> None:
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.meters.page(await service.engine.look()), media_type=CONTENT_TYPE)
 

@@ -184,6 +184,11 @@ def test_a_response_is_read_by_the_openai_client(world, client) -> None:
     world.say("Hi", finish=FinishReason.LENGTH)
     cut = client.responses.create(model="tiny", input="How is Paris?")
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    world.say("Sunny.")
+    more = {"ignore_eos": True, "stop": ["!"]}  # additions, as a chat has them
+    client.responses.create(model="tiny", input="How is Paris?", extra_body=more)
+    params = world.engine.params[-1]
+    assert (params.ignore_eos, params.stop) == (True, ("!",))
 
 
 def test_a_streamed_response_is_joined_by_the_openai_client(world, client) -> None:

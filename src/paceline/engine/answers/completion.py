@@ -1,5 +1,8 @@
 """Completion: one of a request's completions as its caller sees it: text, ids, how it ended."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from paceline.engine.answers.outputs import CompletionOutput
 from paceline.engine.answers.token_logprobs import TokenLogprobs
 from paceline.engine.answers.trace import Round, Trace
@@ -7,6 +10,8 @@ from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
 from paceline.text.detokenize import Detokenizer
 from paceline.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class Completion:
@@ -78,30 +83,46 @@ class Completion:
 
     def snapshot(self) -> CompletionOutput:
         """The completion as it stands."""
-        return self._output("" if self._detokenizer is None else self._detokenizer.text)
+        text = "" if self._detokenizer is None else self._detokenizer.text
+        return self._output(CompletionOutput, text)
 
-    def growth(self) -> CompletionOutput | None:
+    @property
+    def has_first_growth(self) -> bool:
+        """Whether something has come, and nothing was told."""
+        return self._num_tokens_told == 0 and self._has_growth
+
+    def growth(self, make: Callable[..., T]) -> T | None:
         """What has come since the last call; None when nothing has.  Its cost is that of what it
-        tells.
+        tells.  make: from the fields of a CompletionOutput, as that or in another form.
         """
+        if not self._has_growth:
+            return None
         num_chars, num_tokens = self._num_chars_told, self._num_tokens_told
         num_rounds = self._num_rounds_told
-        if self._is_end_told or (num_tokens == self.num_tokens and not self.is_finished):
-            return None
         text = "" if self._detokenizer is None else self._detokenizer.take()
         self._num_chars_told += len(text)
-        self._num_tokens_told = self.num_tokens
+        self._num_tokens_told = len(self._token_ids)
         self._num_rounds_told = len(self._rounds)
-        self._is_end_told = self.is_finished
-        return self._output(text, num_chars=num_chars, num_tokens=num_tokens, num_rounds=num_rounds)
+        self._is_end_told = self._finish is not None
+        return self._output(make, text, num_chars, num_tokens, num_rounds)
+
+    @property
+    def _has_growth(self) -> bool:
+        has_come = self._num_tokens_told < len(self._token_ids) or self._finish is not None
+        return has_come and not self._is_end_told
 
     def _output(
-        self, text: str, *, num_chars: int = 0, num_tokens: int = 0, num_rounds: int = 0
-    ) -> CompletionOutput:
+        self,
+        make: Callable[..., T],
+        text: str,
+        num_chars: int = 0,
+        num_tokens: int = 0,
+        num_rounds: int = 0,
+    ) -> T:
         """Behind so many tokens of so many rounds, whose text has so many characters; text: what
         followed."""
         is_scored = self.request.params.logprobs is not None
-        return CompletionOutput(
+        return make(
             index=self.request.index,
             text=text,
             token_ids=tuple(self._token_ids[num_tokens:]),

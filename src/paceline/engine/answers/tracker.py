@@ -1,16 +1,20 @@
 """Tracker: one request as its caller sees it: its completions, its prompt's scores, its times."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.answers.completion import Completion
-from paceline.engine.answers.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.engine.answers.outputs import RequestMetrics, RequestOutput
 from paceline.engine.answers.receipt import ReceiptLog
 from paceline.engine.answers.token_logprobs import TokenLogprobs
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
 from paceline.text.tokenizer import Tokenizer
+
+P = TypeVar("P")
+W = TypeVar("W")
 
 
 class Tracker:
@@ -47,7 +51,7 @@ class Tracker:
 
     @property
     def is_finished(self) -> bool:
-        return all(each.is_finished for each in self._completions)
+        return False not in [each.is_finished for each in self._completions]
 
     @property
     def num_tokens(self) -> int:
@@ -76,28 +80,36 @@ class Tracker:
 
     def snapshot(self) -> RequestOutput:
         """The request as it stands."""
-        return self._output([each.snapshot() for each in self._completions], is_first=True)
+        outputs = [each.snapshot() for each in self._completions]
+        return self._output(RequestOutput, outputs, is_first=True)
 
-    def growth(self) -> RequestOutput:
-        """What has come since the last call; unlike a snapshot, it costs what it tells."""
-        grown = [each.growth() for each in self._completions]
-        outputs = [each for each in grown if each is not None]
-        has_first = any(each.num_tokens_before == 0 for each in outputs)
-        return self._output(outputs, is_first=has_first)
+    def growth(self, piece: Callable[..., P], whole: Callable[..., W]) -> W:
+        """What has come since the last call; unlike a snapshot, it costs what it tells.
 
-    def _output(self, outputs: Sequence[CompletionOutput], *, is_first: bool) -> RequestOutput:
+        piece: makes what is told of a completion, from the fields of a CompletionOutput; whole: of
+        the request, from those of a RequestOutput.
+        """
+        is_first = self._is_scored and any(each.has_first_growth for each in self._completions)
+        grown = [each.growth(piece) for each in self._completions]
+        return self._output(whole, [each for each in grown if each is not None], is_first=is_first)
+
+    @property
+    def _is_scored(self) -> bool:
+        return self.request.params.prompt_logprobs is not None
+
+    def _output(self, make: Callable[..., W], outputs: Sequence[P], *, is_first: bool) -> W:
         """is_first: with the scores of the prompt, where they were asked for."""
-        is_scored = is_first and self.request.params.prompt_logprobs is not None
         is_whole = self.request.finish is FinishReason.LENGTH
         pooled = self.request.pooled if is_whole else None
-        return RequestOutput(
+        is_finished = self.is_finished
+        return make(
             request_id=self.request.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_ids,
             outputs=tuple(outputs),
-            finished=self.is_finished,
-            metrics=self._metrics() if self.is_finished else None,
-            prompt_logprobs=tuple(self._prompt_logprobs) if is_scored else None,
+            finished=is_finished,
+            metrics=self._metrics() if is_finished else None,
+            prompt_logprobs=tuple(self._prompt_logprobs) if is_first and self._is_scored else None,
             pooled=None if pooled is None else pooled.vector().tobytes(),
         )
 

@@ -126,9 +126,12 @@ class GenerationRequest(StructuredRequest, frozen=True, kw_only=True, dict=True)
         return {name: value for name, value in asked.items() if value is not None} | own
 
 
-# What SamplingParams has under the same name.
-_SAMPLING = {field.name for field in fields(SamplingParams)} & set(
-    GenerationRequest.__struct_fields__
+# What SamplingParams has under the same name, in its order: in that of a set, which every process
+# has another of, two of them would tell it in two ways.
+_SAMPLING = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in GenerationRequest.__struct_fields__
 )
 
 

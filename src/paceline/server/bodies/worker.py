@@ -147,15 +147,24 @@ def _next(file: IO[bytes]) -> bytes:
     return found
 
 
-def _answered(reader: Reader, asked: IO[bytes]) -> _Answer:
-    endpoint = _next(asked).decode()
+def _reader(facts: ReaderFacts) -> Reader:
+    """Raises ApiError where the tokenizer cannot be read: its folder may have gone meanwhile."""
+    if facts.folder is None:
+        return facts.reader(None)
     try:
-        return reader.read(endpoint, _next(asked))
-    except ApiError as error:
-        refused = error
+        return facts.reader(Tokenizer.from_folder(Path(facts.folder)))
     except PacelineError as error:
-        refused = as_api_error(error)
-    return Refused(status=refused.status, text=str(refused), param=refused.param, code=refused.code)
+        text = message(
+            "the process that reads large bodies",
+            expected="able to read the tokenizer, as the server was",
+            got=f"an error ({error})",
+            remedy="put the model's folder back; smaller bodies are answered without it",
+        )
+        raise ApiError(503, text, code="reader_without_tokenizer") from error
+
+
+def _refusal(error: ApiError) -> Refused:
+    return Refused(status=error.status, text=str(error), param=error.param, code=error.code)
 
 
 def main() -> None:
@@ -163,13 +172,21 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     facts = msgspec.json.decode(sys.argv[1], type=ReaderFacts)
-    tokenizer = None if facts.folder is None else Tokenizer.from_folder(Path(facts.folder))
-    reader = facts.reader(tokenizer)
     os.nice(_NICER)
+    reader: Reader | None = None
+    asked, answer = sys.stdin.buffer, sys.stdout.buffer
     with suppress(EOFError, BrokenPipeError):
         while True:
-            answer = _answered(reader, sys.stdin.buffer)
-            send(sys.stdout.buffer, msgspec.msgpack.encode(answer))
+            endpoint, body = _next(asked).decode(), _next(asked)
+            found: _Answer
+            try:
+                reader = _reader(facts) if reader is None else reader
+                found = reader.read(endpoint, body)
+            except ApiError as error:
+                found = _refusal(error)
+            except PacelineError as error:
+                found = _refusal(as_api_error(error))
+            send(answer, msgspec.msgpack.encode(found))
 
 
 if __name__ == "__main__":

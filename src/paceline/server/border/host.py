@@ -245,8 +245,9 @@ class Host:
         """Send what waits, and with it what has grown, if there is room."""
         self._outbox.send()
         if self._grown and self._outbox.has_room:
-            for each in self._grown.values():
-                self._outbox.put(Grown.of(each.number, each.index, each.tracker))
+            self._outbox.put(
+                *[Grown.of(each.number, each.index, each.tracker) for each in self._grown.values()]
+            )
             self._grown.clear()
             self._outbox.send()
 

@@ -6,7 +6,8 @@ one frame holds whatever there is to say at its time, so a turn takes one for al
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -157,20 +158,7 @@ class Grown(BorderMessage, frozen=True, tag=15):
     @classmethod
     def of(cls, number: int, index: int, tracker: Tracker) -> "Grown":
         """Reads the tracker's growth."""
-        growth = tracker.growth()
-        scored = growth.prompt_logprobs
-        return cls(
-            number=number,
-            index=index,
-            name=growth.request_id,
-            pieces=tuple([_piece(each) for each in growth.outputs]),
-            finished=growth.finished,
-            metrics=growth.metrics,
-            prompt_logprobs=None
-            if scored is None
-            else tuple([None if row is None else _row(row) for row in scored]),
-            pooled=growth.pooled,
-        )
+        return tracker.growth(_piece, partial(_grown, number, index))
 
     def growth(self, prompt: Sequence[int]) -> RequestOutput:
         """prompt: its token ids."""
@@ -272,21 +260,42 @@ class Frames:
         del read[:begin]
 
 
-def _piece(output: CompletionOutput) -> CompletionGrowth:
-    rows = output.logprobs
-    return CompletionGrowth(
-        index=output.index,
-        text=output.text,
-        token_ids=output.token_ids,
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-        logprobs=None if rows is None else tuple([_row(row) for row in rows]),
-        error=output.error,
-        is_drafted=output.is_drafted,
-        num_chars_before=output.num_chars_before,
-        num_tokens_before=output.num_tokens_before,
-        trace=output.trace,
+# A token of a stream takes one of each: they are made once, of what the tracker says.
+
+
+def _grown(
+    number: int,
+    index: int,
+    *,
+    request_id: str,
+    prompt: str | None,  # the asker knows it, and its ids
+    prompt_token_ids: Sequence[int],
+    outputs: tuple[CompletionGrowth, ...],
+    finished: bool,
+    metrics: RequestMetrics | None,
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None,
+    pooled: bytes | None,
+) -> Grown:
+    """From the fields of a RequestOutput."""
+    scored = prompt_logprobs
+    return Grown(
+        number=number,
+        index=index,
+        name=request_id,
+        pieces=outputs,
+        finished=finished,
+        metrics=metrics,
+        prompt_logprobs=None
+        if scored is None
+        else tuple([None if row is None else _row(row) for row in scored]),
+        pooled=pooled,
     )
+
+
+def _piece(*, logprobs: Sequence[TokenLogprobs] | None, **fields: Any) -> CompletionGrowth:
+    """From the fields of a CompletionOutput."""
+    rows = None if logprobs is None else tuple([_row(row) for row in logprobs])
+    return CompletionGrowth(logprobs=rows, **fields)
 
 
 def _output(piece: CompletionGrowth) -> CompletionOutput:

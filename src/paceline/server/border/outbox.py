@@ -24,10 +24,10 @@ class Outbox:
         """Whether all was taken that was sent."""
         return not self._unsent
 
-    def put(self, message: BorderMessage) -> None:
+    def put(self, *messages: BorderMessage) -> None:
         """For the next `send`."""
         with self._lock:
-            self._waiting.append(message)
+            self._waiting += messages
 
     def send(self) -> None:
         """As much as the socket takes.  Raises OSError when nobody reads it any more."""

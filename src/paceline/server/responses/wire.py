@@ -140,6 +140,10 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    # Additions of this server, as a chat has them: clients that measure it send both.
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+
     background: Annotated[Unserved, Refusal((False,), _NOT_KEPT)] = UNSET
     conversation: Annotated[Unserved, Refusal((), _NOT_KEPT)] = UNSET
     include: Annotated[Unserved, Refusal(([],), "leave it out")] = UNSET
@@ -192,6 +196,8 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
             tool_choice=_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            ignore_eos=self.ignore_eos,
+            stop=self.stop,
         )
         chat.check(())
         return chat
