@@ -417,8 +417,8 @@ def test_contradictions_are_refused(asked, device, text):
             {"attention_backend": "flashinfer_mla"},
             H200,
             171,
-            "fewer operations, by our own kernel, not flashinfer_mla (0: none); steps of up to 2048 "
-            "tokens are graphs",
+            "fewer operations, by our own kernel, not flashinfer_mla (0: none); steps of up to "
+            "2048 tokens are graphs",
         ),
         ({}, CPU, 0, "a CPU attends to latents in blocks, and to expanded keys in none"),
         (

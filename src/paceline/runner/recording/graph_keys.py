@@ -97,7 +97,7 @@ class GraphKeys:
         )
 
     def size_of(self, step: Step) -> PaddedSize | None:
-        """What a step is padded to as a graph, were none of its prompts scored; None: it is none."""
+        """What a step is padded to as a graph, were no prompt of it scored; None: it is none."""
         layout = step.layout
         extend_len = max(layout.extend_lens)
         if not self._supports(None if step.is_ragged else extend_len):
