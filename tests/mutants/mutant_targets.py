@@ -321,10 +321,7 @@ TARGETS = (
     Target(
         "core/expansion.py",
         (),
-        Killers(
-            _cells("torch", *_EXPANDED),
-            ("core/test_expansion.py", "llm/drafts/test_llm_expanded.py"),
-        ),
+        Killers(_cells("torch", *_EXPANDED), ("core/test_expansion.py",)),
     ),
     Target(
         "kernels/prefix_rows.py",
