@@ -96,7 +96,7 @@ class Balance:
         return standing + requests * each
 
     def spare(self, length: int) -> int:
-        """Bytes left beside one such request, and the asked cache; below 0 where they do not fit."""
+        """Bytes left beside one such request and the asked cache; below 0 where they do not fit."""
         left, asked = self.budget(length) - self.least(length), self.options.kv_cache_bytes
         return left if asked is None else min(left, self.room(length) - asked)
 
