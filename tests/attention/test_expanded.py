@@ -26,18 +26,19 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def make_step() -> tuple[StepView, LayerCache]:
-    """A step over pages that hold NaN but for its prefixes."""
+def make_step(dtype: torch.dtype) -> tuple[StepView, LayerCache]:
+    """A step over pages that hold NaN but for its prefixes, of the second of two groups."""
     kv_lens = [prefix + extend for prefix, extend in zip(PREFIXES, EXTENDS, strict=True)]
     tokens, reqs = sum(EXTENDS), len(EXTENDS)
     table = torch.randperm(5 * reqs, generator=torch.Generator().manual_seed(0)).view(reqs, 5).int()
-    cache = torch.full((5 * reqs, PAGE, 1, RANK + ROPE), math.nan)
+    cache = torch.full((5 * reqs, PAGE, 1, RANK + ROPE), math.nan, dtype=dtype)
     for row, prefix in enumerate(PREFIXES):
         for at, values in enumerate(noise(prefix, RANK + ROPE)):
             cache[table[row, at // PAGE], at % PAGE, 0] = values
     lens, prefix_lens = ints(*kv_lens), ints(*PREFIXES)
     empty = torch.empty(tokens, dtype=torch.int64)
-    group = GroupView(page_table=table, out_cache_loc=empty, prefix_lens=prefix_lens, kv_lens=lens)
+    of_both = {"out_cache_loc": empty, "prefix_lens": prefix_lens, "kv_lens": lens}
+    groups = [GroupView(page_table=each, **of_both) for each in (table.flip(0), table)]
     view = StepView(
         row_ids=torch.arange(reqs),
         prefix_lens=prefix_lens,
@@ -49,7 +50,7 @@ def make_step() -> tuple[StepView, LayerCache]:
         rope_positions=empty,
         input_ids=empty,
         logits_loc=torch.empty(reqs, dtype=torch.int64),
-        groups=(group,),
+        groups=tuple(groups),
         mask=MaskKind.CAUSAL,
         tree_mask=None,
         max_extend_len=max(EXTENDS),
@@ -57,7 +58,7 @@ def make_step() -> tuple[StepView, LayerCache]:
     )
     spec = AttentionSpec(
         layer_id=0,
-        group=0,
+        group=1,
         num_heads=HEADS,
         num_kv_heads=1,
         head_dim=RANK + ROPE,
@@ -71,13 +72,23 @@ def make_step() -> tuple[StepView, LayerCache]:
     return view, LayerCache(spec=spec, k_cache=cache, v_cache=cache[..., :RANK], **none)
 
 
+def one_hot(rows: int) -> Tensor:
+    """[HEADS, rows, RANK] columns of a latent: what is expanded so is exact in any format."""
+    columns = torch.randperm(HEADS * RANK, generator=torch.Generator().manual_seed(rows)) % RANK
+    return torch.eye(RANK)[columns[: HEADS * rows]].view(HEADS, rows, RANK)
+
+
 @pytest.mark.parametrize("bound", [0, 2], ids=["exact", "above"])
-def test_parts_are_one_softmax_over_what_is_cached(bound: int) -> None:
-    """Whatever the host believes of a row that the device knows to be shorter."""
-    view, layer = make_step()
-    tokens = sum(EXTENDS[1:])
-    q, turned, rows = noise(tokens, HEADS, NOPE), noise(tokens, HEADS, ROPE), noise(tokens, 32)
-    keys, values = noise(HEADS, NOPE, RANK), noise(HEADS, V_DIM, RANK)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_are_one_softmax_over_what_is_cached(dtype: torch.dtype, bound: int) -> None:
+    """Whatever the host believes of a row that the device knows to be shorter; rounded once."""
+    view, layer = make_step(dtype)
+    tokens, is_wide = sum(EXTENDS[1:]), dtype == torch.float32
+    sizes = ((tokens, HEADS, NOPE), (tokens, HEADS, ROPE), (tokens, RANK + ROPE))
+    q, turned, rows = (noise(*size).to(dtype) for size in sizes)
+    made = (lambda dim: noise(HEADS, dim, RANK)) if is_wide else one_hot
+    keys, values = made(NOPE), made(V_DIM)
+    close = {"rtol": 1e-4, "atol": 1e-4} if is_wide else {"rtol": 1.01 * 2**-8, "atol": 1e-5}
     believed = [prefix + bound for prefix in PREFIXES[1:]]
     expansion = Expansion(
         first_row=1,
@@ -89,14 +100,14 @@ def test_parts_are_one_softmax_over_what_is_cached(bound: int) -> None:
     plan = expanded_plan(view, expansion)
 
     def expand(latents: Tensor) -> tuple[Tensor, Tensor]:
-        sides = torch.einsum("tr,hnr->thn", latents, torch.cat((keys, values), 1))
+        sides = torch.einsum("tr,hnr->thn", latents, torch.cat((keys, values), 1).to(dtype))
         return sides[..., :NOPE], sides[..., NOPE:]
 
     found = attend_expanded(q, turned, rows, layer, plan, expand)
     begin = 0
     for row, (prefix, extend) in enumerate(zip(PREFIXES[1:], EXTENDS[1:], strict=True), start=1):
         at = torch.arange(prefix)
-        cached = layer.k_cache[view.groups[0].page_table[row, at // PAGE].long(), at % PAGE, 0]
+        cached = layer.k_cache[view.groups[1].page_table[row, at // PAGE].long(), at % PAGE, 0]
         own = slice(begin, begin + extend)
         seen = torch.cat((cached, rows[own])).double()
         absorbed = torch.einsum("thn,hnr->thr", q[own].double(), keys.double())
@@ -106,5 +117,5 @@ def test_parts_are_one_softmax_over_what_is_cached(bound: int) -> None:
         weights = scores.masked_fill(hidden, -math.inf).softmax(2)
         attended = torch.einsum("htk,kr->thr", weights, seen[:, :RANK])
         wanted = torch.einsum("thr,hvr->thv", attended, values.double())
-        torch.testing.assert_close(found[own].double(), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[own].double(), wanted, **close)
         begin += extend

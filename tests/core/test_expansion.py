@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.expansion import PrefixPiece, expansion_of, prefix_pieces
+from paceline.core.expansion import (
+    Expansion,
+    PrefixPiece,
+    expansion_of,
+    prefix_pieces,
+    whole_step,
+)
 from paceline.core.modes import MaskKind
 from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout, leading_rows
@@ -49,6 +55,19 @@ def test_rows_of_decode_stay_as_they_are_and_all_behind_the_first_long_one_are_e
     whole = expansion_of(step_of((9, 2)), least=5, most_rows=100)
     assert whole is not None
     assert (whole.first_row, whole.first_token, whole.longest_before) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("num", "least"), [(5, 5), (2, 2), (2, 1)])
+def test_a_row_begins_with_so_many_tokens_and_no_row_of_one(num, least) -> None:
+    found = expansion_of(step_of((1, num)), least=least, most_rows=100)
+    assert found is not None
+    assert found.first_row == 1
+
+
+def test_a_whole_step_has_full_pieces() -> None:
+    pieces = (PrefixPiece(0, 6, 6), PrefixPiece(6, 12, 6))
+    none_before = {"first_row": 0, "first_token": 0, "longest_before": 0}
+    assert whole_step(6, 2) == Expansion(**none_before, pieces=pieces)
 
 
 @pytest.mark.parametrize(

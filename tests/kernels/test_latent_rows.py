@@ -16,7 +16,7 @@ from paceline.kernels.latent_rows import (
     latent_rows_reference,
 )
 from paceline.kernels.rope import Rope
-from paceline.kernels.scaled_latents import ScaledLatents
+from paceline.kernels.scaled_latents import ScaledLatents, latent_scales
 
 RANK, ROPE, HEADS, TOKENS, PAGE = 24, 8, 5, 4, 2
 Run = Callable[..., Tensor]
@@ -217,3 +217,10 @@ def test_bad_operands_are_named() -> None:
         operands |= {"norm": norm, "rope": rope, "into": into, "pairs": True} | change
         with pytest.raises(KernelArgumentError, match=text):
             latent_rows(**operands)
+
+
+def test_a_scale_is_the_least_power_of_two_that_holds_the_largest_number() -> None:
+    most = torch.tensor([448.0, 3.5, torch.inf])
+    above = most.nextafter(torch.tensor(torch.inf))
+    assert latent_scales(most.unsqueeze(1)).flatten().tolist() == [1.0, 2.0**-7, 2.0**120]
+    assert latent_scales(above.unsqueeze(1)).flatten().tolist() == [2.0, 2.0**-6, 2.0**120]

@@ -23,8 +23,9 @@ RUNS = pytest.mark.parametrize("run", [prefix_rows, run_triton], ids=["op", "tri
 
 def make(prefix_lens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """(one layer's pages of a pool, NaN where no prefix is; a page table in no order)."""
-    pool = torch.full((PAGES, 2, PAGE, 1, WIDTH), float("nan"))
-    table = 1 + torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(1))
+    pages = max(PAGES, 1 + 3 * len(prefix_lens))
+    pool = torch.full((pages, 2, PAGE, 1, WIDTH), float("nan"))
+    table = 1 + torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1))
     table = table[: 3 * len(prefix_lens)].view(-1, 3).int()
     cache = pool[:, 1]
     for row, length in enumerate(prefix_lens):
@@ -40,7 +41,16 @@ def make(prefix_lens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 )
 def test_each_request_has_what_its_prefix_has_there(run, first: int, end: int) -> None:
     """One has nothing at all, one is exhausted before, one within; rows behind the last are 0."""
-    lens = (5, 0, 12)
+    assert_found(run, (5, 0, 12), first, end)
+
+
+@RUNS
+@pytest.mark.parametrize("reqs", [64, 66])  # the end of the last is one more
+def test_more_requests_than_are_looked_at_together(run, reqs: int) -> None:
+    assert_found(run, (1,) * (reqs - 2) + (5, 2), 0, 12)
+
+
+def assert_found(run, lens: tuple[int, ...], first: int, end: int) -> None:
     cache, table = make(lens)
     counts = [max(0, min(length, end) - first) for length in lens]
     starts = torch.tensor([0, *counts]).cumsum(0).int()

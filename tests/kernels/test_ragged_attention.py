@@ -88,6 +88,12 @@ def test_masks_and_lengths(run, keys: str, causal: bool, window: int | None) -> 
 
 
 @RUNS
+def test_more_requests_than_are_looked_at_together(run) -> None:
+    lens, one = (1,) * 65 + (3,), {"heads": 1, "kv_heads": 1}
+    assert_right(run, torch.float32, lens, lens, causal=True, window=None, **one)
+
+
+@RUNS
 def test_a_window_may_look_back_alone(run) -> None:
     """Of a full mask: what lies ahead is seen, however far."""
     q, k, v, cu, _ = make(torch.float32, (70,), (70,))

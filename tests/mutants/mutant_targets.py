@@ -51,6 +51,8 @@ _LATENT = (
     *("mla/target_verify/recorded/page64-chain3", "mla/target_verify/recorded/page64-topk4"),
     "mla/draft_decode/recorded/page64-frozen-kv-no-prefix",
 )
+_EXPANDED = ("mla/extend/eager/expanded-shuffled", "mla/mixed/eager/expanded-behind-decode")
+_FP8_ROWS = ("mla/decode/eager/fp8-rows", "mla/extend/recorded/fp8-rows")
 _TRITON = (
     *("dense/decode/recorded/tiny-page16", "dense/target_verify/eager/tiny-shapes"),
     *("dense/extend/eager/tiny-page1-soft-cap", "dense/decode/eager/tiny-page1-sinks"),
@@ -310,6 +312,26 @@ TARGETS = (
             _cells("fa4", *_STEP, *_SHAPES, *_SINKS) + _cells("flashinfer", *_STEP, *_SHAPES),
             ("attention/test_cascade.py",),
         ),
+    ),
+    Target(
+        "attention/expanded.py",
+        (),
+        Killers(_cells("torch", *_EXPANDED), ("attention/test_expanded.py",)),
+    ),
+    Target(
+        "core/expansion.py",
+        (),
+        Killers(_cells("torch", *_EXPANDED), ("core/test_expansion.py",)),
+    ),
+    Target(
+        "kernels/prefix_rows.py",
+        ("prefix_rows_reference", "prefix_rows"),
+        Killers(_cells("torch", *_EXPANDED), ("kernels/test_prefix_rows.py",)),
+    ),
+    Target(
+        "kernels/scaled_latents.py",
+        (),
+        Killers(_cells("torch", *_FP8_ROWS), ("kernels/test_latent_rows.py",)),
     ),
     Target(
         "attention/hybrid.py",

@@ -407,7 +407,19 @@ def test_contradictions_are_refused(asked, device, text):
 @pytest.mark.parametrize(
     ("asked", "device", "least", "why"),
     [
-        ({}, H200, 171, "fewer operations; steps of up to 2048 tokens are graphs"),
+        (
+            {},
+            H200,
+            171,
+            "fewer operations, by our own kernel (0: none); steps of up to 2048 tokens are graphs",
+        ),
+        (
+            {"attention_backend": "flashinfer_mla"},
+            H200,
+            171,
+            "fewer operations, by our own kernel, not flashinfer_mla (0: none); steps of up to "
+            "2048 tokens are graphs",
+        ),
         ({}, CPU, 0, "a CPU attends to latents in blocks, and to expanded keys in none"),
         (
             {"cuda_graph_max_tokens": 8192},
@@ -429,6 +441,8 @@ def test_latents_are_expanded_where_that_takes_fewer_operations(asked, device, l
     resolution, _ = plan("deepseek-v2-lite", device, **asked)
     assert resolution.options.latent_expand_from == least
     assert resolution.origins["latent_expand_from"] == f"chosen: {why}"
+    said = "prompts from 171 tokens on: expanded, by our own kernel"
+    assert (said in resolution.line()) == (least == 171)
 
 
 @pytest.mark.parametrize(

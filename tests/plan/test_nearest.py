@@ -222,9 +222,28 @@ def test_the_error_of_a_short_budget_ends_with_the_suggestion():
     )
 
 
-def with_little_memory(total):
+@pytest.mark.parametrize(
+    ("gib", "also", "changed"),
+    [
+        (3.6, {}, {"max_num_batched_tokens": 4096}),
+        (3.2, {}, {"max_num_batched_tokens": 512, "latent_expand_from": None}),  # all are graphs
+        (
+            8.0,
+            {"max_model_len": 20_000, "kv_cache_bytes": 20_000 * 1700},  # 2304 a token, or 1288
+            {"kv_cache_dtype": "fp8_e4m3", "latent_expand_from": None},
+        ),
+    ],
+)
+def test_latents_stay_expanded_as_asked_unless_a_suggestion_rules_it_out(gib, also, changed):
+    asked = {"latent_expand_from": 300, "max_num_seqs": 1, "max_num_batched_tokens": 8192, **also}
+    found, fits = search(*with_little_memory(int(gib * GIB), "deepseek-v2-lite"), asked)
+    (command,) = [each for each in found.commands if each.asked == asked | changed]
+    assert fits(command.asked)
+
+
+def with_little_memory(total, model="qwen3-8b"):
     """(few layers of a model, an L4 of that many bytes)."""
-    config, device = shallow("qwen3-8b", "l4")
+    config, device = shallow(model, "l4")
     return config, replace(device, total_bytes=total, free_bytes=total)
 
 
@@ -247,10 +266,21 @@ def test_weights_that_exceed_the_memory_are_told_with_who_would_hold_them(monkey
     assert search(config_of("llama-3.2-1b"), device, {})[0] is None
 
 
-def test_what_is_short_for_another_reason_than_weights_says_so():
-    found, _ = search(*with_little_memory(int(3.9 * GIB)), {})
+@pytest.mark.parametrize(
+    ("model", "gib", "asked"),
+    [("qwen3-8b", 3.9, {}), ("deepseek-v2-lite", 2.8, {"latent_expand_from": 300})],
+)
+def test_what_is_short_for_another_reason_than_weights_says_so(model, gib, asked):
+    found, _ = search(*with_little_memory(int(gib * GIB), model), asked)
     assert found.commands == ()
     assert found.weights_over_bytes == 0
+    assert "with every option at its least" in found.advice()
+
+
+def test_an_option_that_has_nothing_to_say_of_a_model_is_not_turned():
+    """A cache in fp8, of layers that keep states alone."""
+    found, _ = search(*with_little_memory(int(1.2 * GIB), "mamba2-2.7b"), {})
+    assert found.commands == ()
     assert "with every option at its least" in found.advice()
 
 
@@ -277,3 +307,12 @@ def test_flags_are_quoted_and_open_values_left_out():
         "--enforce-eager",
         "--no-overlap",
     ]
+
+
+def test_an_open_context_leaves_room_for_the_cache_that_is_asked_for():
+    """Where the longest would lack one byte of it, a page less is served."""
+    asked = {"max_num_seqs": 367, "kv_cache_bytes": 3_990_375_300}
+    config, device = shallow("llama-3.1-8b", "a10g")
+    assert search(config, device, asked)[0] is None
+    resolution, _ = resolve(asked, demands_of(config, device))
+    assert resolution.options.max_model_len == config.max_position - 16

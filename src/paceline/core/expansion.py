@@ -74,6 +74,7 @@ def prefix_pieces(prefix_lens: Sequence[int], most_rows: int) -> tuple[PrefixPie
             if end < length:
                 break
             room -= length - first
+        assert end > first, "a piece holds a row of each prefix that is left"
         num_rows = sum(min(length, end) - first for length in live)
         pieces.append(PrefixPiece(first, end, num_rows))
         first, live = end, [length for length in live if length > end]

@@ -33,7 +33,7 @@ class ScaledLatents(NamedTuple):
 
 def latent_scales(latents: Tensor) -> Tensor:
     """[..., rank] -> [..., 1] float32: the scale of each row, of numbers that are not NaN."""
-    magnitudes = latents.float().abs().nan_to_num(nan=0.0, posinf=torch.inf)
+    magnitudes = latents.float().abs().nan_to_num()  # of inf the largest number, whose scale it has
     largest = magnitudes.amax(-1, keepdim=True).clamp(min=SMALLEST)
     # 448 is 1.75 * 2 ** 8: a larger fraction than 0.75, 0x600000 of 23 bits, carries.
     exponents = (largest.view(torch.int32) + 0x1FFFFF) >> 23

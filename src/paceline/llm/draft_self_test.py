@@ -23,17 +23,18 @@ def check_drafter(
     *,
     context_len: int,
     max_batch: int | None,
-) -> None:
-    """Run the band's prompts; below the band, say so and go on without drafts.
+) -> bool | None:
+    """Run the band's prompts; below the band, say so and go on without drafts.  Returns whether it
+    was reached; None: it was not tested.
 
-    Tells nothing where drafts are shallower than the band's, or where its answers do not fit into
+    Tests nothing where drafts are shallower than the band's, or where its answers do not fit into
     context_len tokens.  All prompts draft at once, whatever max_batch; requests behind them draft
     while at most max_batch decode.  Leaves nothing behind but what the prefix cache holds.
     """
     prompts = [tokenizer.encode(prompt) for prompt in band.prompts]
     longest = max(map(len, prompts)) + band.max_tokens
     if not band.holds_for(shape.num_steps) or longest > context_len:
-        return
+        return None
     engine.scheduler.limit_drafting(None)
     params = SamplingParams(temperature=0.0, max_tokens=band.max_tokens, seed=0)
     trackers = [
@@ -49,7 +50,7 @@ def check_drafter(
     reached = found.mean_tokens_per_round or 0.0
     if reached >= band.least_tokens_per_round:
         engine.scheduler.limit_drafting(max_batch)
-        return
+        return True
     engine.scheduler.limit_drafting(0)
     detail = (
         f"the drafter reaches {reached:.2f} tokens per round on its own test, expected "
@@ -59,3 +60,4 @@ def check_drafter(
         "--speculative-draft-model-path"
     )
     notify(Event(BELOW_BAND, detail))
+    return False

@@ -157,6 +157,7 @@ def refuse_expansion(options: EngineOptions, config: ModelConfig) -> None:
         expected = "left out with a model whose layers cache no latents"
     elif options.kv_cache_dtype == FP8:
         expected = "0 with --kv-cache-dtype fp8, whose rows only latent attention reads"
+        remedy = "leave --latent-expand-from out, or set it to 0"
     elif least > chunk:
         expected = f"at most {chunk}, the prompt tokens of one request in a step"
         remedy = "lower --latent-expand-from or raise --chunked-prefill-size"

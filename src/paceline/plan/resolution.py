@@ -32,10 +32,13 @@ class Resolution:
     def line(self) -> str:
         """What most people ask for, in one line."""
         options = self.options
-        drafts = options.speculative_algorithm
+        drafts, least = options.speculative_algorithm, options.latent_expand_from
+        attention = f"attention {options.attention_backend}"
+        if least:
+            attention += f" (prompts from {least} tokens on: expanded, by our own kernel)"
         return (
-            f"{options.model} on {options.device} in {options.dtype}, attention "
-            f"{options.attention_backend}, {'no drafts' if drafts == OFF else f'drafts {drafts}'}, "
+            f"{options.model} on {options.device} in {options.dtype}, {attention}, "
+            f"{'no drafts' if drafts == OFF else f'drafts {drafts}'}, "
             f"{options.max_num_seqs} requests of up to {options.max_model_len} tokens"
         )
 

@@ -236,7 +236,8 @@ def _choose_graph_tokens(
 def _choose_expansion(
     resolution: Resolution, config: ModelConfig, device: DeviceFacts
 ) -> Resolution:
-    """From how many tokens on latents are expanded to keys and values."""
+    """From how many tokens on latents are expanded to keys and values, which no backend attends to:
+    one that was asked for is told so."""
     refuse_expansion(resolution.options, config)
     if config.expandable is None:
         return resolution
@@ -250,7 +251,12 @@ def _choose_expansion(
     elif not 0 < least <= known(options.chunked_prefill_size):
         least, why = 0, "expanded keys and values would take more operations"
     else:
-        why = f"fewer operations; steps of up to {options.cuda_graph_max_tokens} tokens are graphs"
+        named = options.attention_backend
+        whose = "our own kernel" if named in (None, "auto") else f"our own kernel, not {named}"
+        why = (
+            f"fewer operations, by {whose} (0: none); steps of up to "
+            f"{options.cuda_graph_max_tokens} tokens are graphs"
+        )
     return resolution.choose("latent_expand_from", least, why)
 
 

@@ -208,9 +208,10 @@ class ModelRunner:
         return plan
 
     def _expansion(self, step: Step) -> Expansion | None:
-        """A step that may be a graph has none: it is the same operations, as a graph or not."""
+        """A step of a graph's size has none: a prompt says the same, as a graph or not, scored or
+        not."""
         expansion = self._parts.expansion(step)
-        return None if expansion is None or self._keys.of(step) is not None else expansion
+        return None if expansion is None or self._keys.size_of(step) is not None else expansion
 
     def _program_of(self, step: Step, size: PaddedSize) -> StepProgram:
         parts = self._parts

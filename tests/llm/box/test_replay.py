@@ -275,3 +275,18 @@ def test_another_device_has_what_an_engine_chooses_for_it(short: Record) -> None
     assert here.keys() - there.keys() == {"attention_backend", "kv_cache_bytes", *GRAPHS}
     assert there["threads"] == 1  # as somebody asked
     assert options_of(short, {"no_overlap": True}) == here | {"overlap": False}
+
+
+def test_what_was_chosen_by_another_cache_format_is_chosen_anew(short: Record) -> None:
+    """A record of expanded latents, which float8 rows cannot be; one that asked for it keeps it,
+    and is refused."""
+    made = short.made
+    options = {**made.options, "latent_expand_from": 171, "attention_backend": "triton"}
+    names = ("latent_expand_from", "attention_backend")
+    chosen, asked = (
+        replace(short, made=msgspec.structs.replace(made, options=options, chosen=each))
+        for each in (names, ())
+    )
+    assert not set(names) & options_of(chosen, {"kv_cache_dtype": "fp8"}).keys()
+    assert options_of(chosen, {"enforce_eager": True}).keys() >= set(names)
+    assert options_of(asked, {"kv_cache_dtype": "fp8"})["latent_expand_from"] == 171

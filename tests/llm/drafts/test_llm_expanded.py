@@ -70,6 +70,7 @@ CELLS = [
     ("deepseek_v2-no-query-latent", "odd chunks, beside decode"),
 ]
 PARAMS = replace(GREEDY, max_tokens=9, logprobs=0)
+SCORED = replace(PARAMS, prompt_logprobs=0)
 LIMIT = 1e-5  # natural log units: float32 sums in another order
 
 
@@ -116,6 +117,7 @@ def test_log_probabilities_are_transformers(checkpoint: Checkpoint, seen, way: s
                 theirs = logits.log_softmax(1)[range(len(ids)), ids]
                 mine = torch.tensor([each.chosen for each in answer.logprobs])
                 assert (mine - theirs).abs().max() < LIMIT
+        llm.generate(prompts[:1], SCORED)  # in pieces of which a graph could compute each
         assert_idle(llm)
     assert (seen["steps"] > 0) == (way != "absorbed")
     assert (preempted > 0) == (way == "preempted, sanitized")

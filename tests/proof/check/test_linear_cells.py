@@ -92,12 +92,23 @@ def test_our_kernels_decode_as_the_oracle(method: str) -> None:
     assert result.status is Status.PROVEN, result.reason
 
 
-def test_what_registers_cannot_hold_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "key_dim", "reasons"),
+    [
+        (torch.float32, 512, ["keys of 512 numbers, of up to 256"]),
+        (torch.float32, 256, ["keys of 256 numbers in torch.float32, of up to 128"]),
+        (torch.bfloat16, 256, []),
+    ],
+)
+def test_what_registers_and_shared_memory_cannot_hold_is_refused(
+    dtype: torch.dtype, key_dim: int, reasons: list[str]
+) -> None:
+    shape = LinearShape(key_heads=1, value_heads=1, key_dim=key_dim, value_dim=8, conv_width=9)
     asked = StateConfig(
         device_type="cpu",
-        dtype=torch.float32,
+        dtype=dtype,
         masks=frozenset({MaskKind.TREE}),
-        parts=LinearShape(key_heads=1, value_heads=1, key_dim=512, value_dim=8, conv_width=9).parts,
+        parts=shape.parts,
         state_every=64,
         graph=GraphSupport.ALWAYS,
         round_rows=65,
@@ -106,6 +117,6 @@ def test_what_registers_cannot_hold_is_refused() -> None:
     assert isinstance(backend, StateBackend)
     assert backend.unsupported_reasons(asked) == [
         "convolution over 9 tokens, of up to 8",
-        "keys of 512 numbers, of up to 256",
+        *reasons,
         "rounds of 65 tokens, of up to 64",
     ]

@@ -12,6 +12,7 @@ from draft_checkpoints import save_eagle3, soften
 from llm_cases import Checkpoint, make_checkpoint, random_prompts, text_of
 from safetensors.torch import load_file, save_file
 
+import paceline.llm.boot
 from paceline.core.errors import ModelError
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.reverts.fixes import read_fix
@@ -99,20 +100,35 @@ def reverted(fix_id: str) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def reached(monkeypatch):
+    """What tests at boot said."""
+    found, check = [], paceline.llm.boot.check_drafter
+
+    def checked(*given, **limits):
+        found.append(check(*given, **limits))
+        return found[-1]
+
+    monkeypatch.setattr(paceline.llm.boot, "check_drafter", checked)
+    return found
+
+
 @pytest.mark.parametrize("pair", ["head", "itself"])
-def test_a_drafter_as_it_was_made_lies_within_its_band(pair, request):
+def test_a_drafter_as_it_was_made_lies_within_its_band(pair, request, reached):
     proof = proof_of(request.getfixturevalue(pair))
     band = proof.contests[0].band
     assert band is not None
     assert not band.has_collapsed, table(proof)
     assert proof.outcome is Outcome.EQUAL
     assert ", within: at least " in table(proof)
+    assert reached == [True]
 
 
-def test_a_wrong_tap_is_a_collapse(head, monkeypatch):
+def test_a_wrong_tap_is_a_collapse(head, monkeypatch, reached):
     wrong = reverted("tap-one-layer-early").tap_names
     monkeypatch.setattr("paceline.speculate.eagle.drafter.tap_names", wrong)
     assert_collapse(proof_of(head))
+    assert reached == [False]
 
 
 def test_frozen_positions_of_drafts_are_a_collapse(itself, monkeypatch):
@@ -135,7 +151,7 @@ def assert_collapse(proof: Proof) -> None:
     jsonschema.validate(document(proof), SCHEMA)
 
 
-def test_a_context_too_short_for_the_band_is_served_without_the_test_at_boot(itself):
+def test_a_context_too_short_for_the_band_is_served_without_the_test_at_boot(itself, reached):
     """Whatever the band says: here no drafter would reach it."""
     _save_band(itself.drafter, least=9.0)
     asked = {
@@ -150,6 +166,7 @@ def test_a_context_too_short_for_the_band_is_served_without_the_test_at_boot(its
             (output,) = llm.generate([TEXTS[0]], SamplingParams(temperature=0.0, ignore_eos=True))
             assert output.metrics.rounds > 0
             assert BELOW_BAND not in {event["reason"] for event in llm.report()["events"]}
+        assert reached == [None]
     finally:
         _save_band(itself.drafter, least=3.5)
 

@@ -20,6 +20,8 @@ from paceline.kernels.state_rows import Kept, Rates, state_rows
 from paceline.kernels.step_view import GroupView, StepView
 
 MOST_KEY_DIM = 256  # rows of a state that a program holds in registers
+MOST_KEY_BYTES = 512  # of a key: chunks of 64 rows of larger ones take 101 to 168 KiB of shared
+# memory, where many GPUs have 99 (benchmarks/state_chunks_memory.py)
 MOST_ROUND_ROWS = 64  # of a request, whose products with one another it holds too
 
 
@@ -43,6 +45,9 @@ class TritonLinear(LinearBackend[Inputs]):
         key_dim = LinearShape.of({part.name: part.shape for part in wanted.parts}).key_dim
         if key_dim > MOST_KEY_DIM:
             reasons.append(f"keys of {key_dim} numbers, of up to {MOST_KEY_DIM}")
+        elif key_dim * wanted.dtype.itemsize > MOST_KEY_BYTES:
+            most = MOST_KEY_BYTES // wanted.dtype.itemsize
+            reasons.append(f"keys of {key_dim} numbers in {wanted.dtype}, of up to {most}")
         if wanted.round_rows > MOST_ROUND_ROWS:
             reasons.append(f"rounds of {wanted.round_rows} tokens, of up to {MOST_ROUND_ROWS}")
         return reasons

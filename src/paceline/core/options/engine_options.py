@@ -220,7 +220,8 @@ class EngineOptions:
         None,
         int,
         "Prompt tokens of one request in one step from which latent attention expands keys and "
-        "values of every head, in steps that are no graphs; 0: it attends to latents alone.",
+        "values of every head, by our own kernel, in steps that are no graphs; 0: none, and the "
+        "attention backend has all steps.",
         "--latent-expand-from",
         unit="tokens",
         low=0,

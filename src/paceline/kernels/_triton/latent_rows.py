@@ -39,7 +39,7 @@ def _turned(
     return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions_ptr", "loc_ptr"])  # of a step's tokens from any one on
 def _latent_rows_kernel(
     turning_ptr,  # [tokens, heads, 2 * HALF]
     row_ptr,  # [tokens, RANK + 2 * HALF]

@@ -11,7 +11,7 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 
 _BLOCK_ROWS = 8
-_FEWEST_REQS = 64  # that one kernel serves: it is compiled ahead for one number
+_BLOCK_REQS = 64  # starts that are looked at together
 
 
 @triton.jit(do_not_specialize=["page_table_ptr", "first", "reqs", "num_rows"])
@@ -35,10 +35,12 @@ def _prefix_rows_kernel(
 ):
     wait_for_inputs(OVERLAPPED)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    requests = tl.arange(0, BLOCK_REQS)
-    starts = tl.load(starts_ptr + requests, mask=requests <= reqs, other=0)
-    begun = (starts[None, :] <= rows[:, None]) & (requests <= reqs)[None, :]
-    request = tl.sum(begun.to(tl.int32), 1) - 1
+    request = tl.full([BLOCK_ROWS], -1, tl.int32)
+    for begin in range(0, reqs + 1, BLOCK_REQS):
+        requests = begin + tl.arange(0, BLOCK_REQS)
+        starts = tl.load(starts_ptr + requests, mask=requests <= reqs, other=0)
+        begun = (starts[None, :] <= rows[:, None]) & (requests <= reqs)[None, :]
+        request += tl.sum(begun.to(tl.int32), 1)
     live = request < reqs
     position = rows - tl.load(starts_ptr + request) + first
     page = tl.load(
@@ -80,7 +82,7 @@ def launch_prefix_rows(
         PAGE_SIZE=cache.shape[1],
         WIDTH=width,
         BLOCK_ROWS=_BLOCK_ROWS,
-        BLOCK_REQS=max(_FEWEST_REQS, next_power_of_2(reqs + 1)),
+        BLOCK_REQS=_BLOCK_REQS,
         BLOCK_WIDTH=next_power_of_2(width),
         num_warps=4,
         **overlap_options(out.device, _prefix_rows_kernel),

@@ -23,14 +23,12 @@ from paceline.kernels._triton.runtime import (
     cdiv,
     interpreted,
     keys_per_stage,
-    next_power_of_2,
 )
 
 _ROWS, _KEYS = 64, 64
 _WIDE = 128  # columns of a head above which a tile has fewer keys
-# Of keys with shared columns: one kernel up to so many requests, since it is compiled ahead for one
-# number; tiles in 16 bits, and in 32.
-_FEWEST_REQS = 64
+_BLOCK_REQS = 64  # first slots that are looked at together
+# Of keys with shared columns: tiles in 16 bits, and in 32.
 _SHARING = TileConfig(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
 _SHARING_WIDE = TileConfig(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
 
@@ -162,10 +160,12 @@ def _ragged_attention_kernel(
 ):
     wait_for_inputs(OVERLAPPED)
     slot, head = tl.program_id(0), tl.program_id(1)
-    requests = tl.arange(0, BLOCK_REQS)
-    first_slots = tl.load(cu_q_ptr + requests, mask=requests <= reqs, other=0) // BLOCK_ROWS
-    begun = (first_slots + requests <= slot) & (requests <= reqs)
-    request = tl.sum(begun.to(tl.int32), 0) - 1
+    request = -1
+    for block in range(0, reqs + 1, BLOCK_REQS):
+        requests = block + tl.arange(0, BLOCK_REQS)
+        first_slots = tl.load(cu_q_ptr + requests, mask=requests <= reqs, other=0) // BLOCK_ROWS
+        begun = (first_slots + requests <= slot) & (requests <= reqs)
+        request += tl.sum(begun.to(tl.int32), 0)
     begin_q, begin_k = tl.load(cu_q_ptr + request), tl.load(cu_k_ptr + request)
     end_q = tl.load(cu_q_ptr + request + 1, mask=request < reqs, other=tokens)
     end_k = tl.load(cu_k_ptr + request + 1, mask=request < reqs, other=begin_k)
@@ -311,7 +311,7 @@ def launch_ragged_attention(
         BLOCK_DIM_SHARED=block_dim(shared_dim),
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_KEYS=tiles.block_keys,
-        BLOCK_REQS=max(_FEWEST_REQS if shared_dim else 1, next_power_of_2(reqs + 1)),
+        BLOCK_REQS=_BLOCK_REQS,
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_ragged_attention_kernel),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -53,6 +53,11 @@ _OF_DEVICES = frozenset(
         "threads",
     }
 )
+# What it chooses by another option, which may rule out what was chosen before.
+_FOLLOWING = {
+    "cuda_graph_max_tokens": {"latent_expand_from"},
+    "kv_cache_dtype": {"attention_backend", "latent_expand_from"},
+}
 _ROUNDING = 1 / 32  # of a magnitude: bfloat16 through all layers stays below
 _LOG = logging.getLogger("paceline")
 
@@ -72,8 +77,8 @@ class ReplayOutcome:
 def options_of(record: Record, asked: Mapping[str, object]) -> dict[str, object]:
     """What the engine of a record is built from, with other values as far as they are asked.
 
-    On another device what was chosen for the first is chosen anew.  Raises ConfigError for a value
-    without which the steps are no steps.
+    What was chosen for another device, or by what is asked now, is chosen anew.  Raises ConfigError
+    for a value without which the steps are no steps.
     """
     asked, options = named(asked), dict(record.made.options)
     fixed = sorted(OF_STEPS & asked.keys())
@@ -87,6 +92,8 @@ def options_of(record: Record, asked: Mapping[str, object]) -> dict[str, object]
     left = set[str]()
     if asked.get("device", options["device"]) != options["device"]:
         left |= _OF_DEVICES
+    for name in _FOLLOWING.keys() & asked.keys():
+        left |= _FOLLOWING[name]
     if options["page_size"] == options.get("state_checkpoint_every"):
         left.add("page_size")  # it follows, and may not be asked where states are alone
     left &= set(record.made.chosen)

@@ -96,13 +96,13 @@ class Balance:
         return standing + requests * each
 
     def spare(self, length: int) -> int:
-        """Bytes left beside one such request; below 0 where it does not fit."""
-        return self.budget(length) - self.least(length)
+        """Bytes left beside one such request and the asked cache; below 0 where they do not fit."""
+        left, asked = self.budget(length) - self.least(length), self.options.kv_cache_bytes
+        return left if asked is None else min(left, self.room(length) - asked)
 
     def short_by(self, length: int) -> int:
         """Bytes that one such request, or the asked cache, lacks; 0 where both fit."""
-        asked = self.options.kv_cache_bytes or 0
-        return max(0, -self.spare(length), asked - self.room(length))
+        return max(0, -self.spare(length))
 
     def longest(self, limit: int) -> int:
         """The longest request, up to `limit` tokens, that fits; 0 when none does."""

@@ -29,6 +29,7 @@ from paceline.plan.speculation import shape_of, without_speculation
 LEAST_STEP = 256  # tokens; a shorter step makes every prompt slow
 MOST_OF_A_GPU = 95  # percent; beyond it the driver and the allocator have no room
 MOST_COMMANDS = 4
+YIELDING = ("latent_expand_from",)  # asked, and left to the engine where another value rules it out
 Fits = Callable[[Asked], bool | None]  # None: it cannot run, however much memory there is
 
 
@@ -74,7 +75,7 @@ def nearest(
     alone = (lowered(asked, [knob], fits) for knob in options)
     found = list(islice((each for each in alone if each is not None), MOST_COMMANDS))
     if not found:
-        able = [knob for knob in options if fits(knob.turned(asked, -1)) is not None]
+        able = [knob for knob in options if fits(turned(asked, [(knob, -1)], fits)) is not None]
         together = lowered(asked, able, fits)
         found = [] if together is None else [together]
     if found:
@@ -130,22 +131,28 @@ def lowered(asked: Asked, options: Sequence[Knob], fits: Fits) -> dict[str, obje
         if turn[1] is not None
     ]
 
-    def turned(taken: Sequence[tuple[Knob, int]]) -> dict[str, object]:
-        changed = dict(asked)
-        for knob, notch in taken:
-            changed = knob.turned(changed, notch)
-        return changed
+    def after(taken: Sequence[tuple[Knob, int]]) -> dict[str, object]:
+        return turned(asked, taken, fits)
 
-    if not turns or not fits(turned(turns)):
+    if not turns or not fits(after(turns)):
         return None
-    first = bisect_left(range(1, len(turns)), True, key=lambda num: bool(fits(turned(turns[:num]))))
+    first = bisect_left(range(1, len(turns)), True, key=lambda num: bool(fits(after(turns[:num]))))
     taken, before = turns[: first + 1], turns[:0]
     while len(options) > 1 and taken != before:  # a larger cache, once undone, frees others
         before = taken
         for knob in options:
             rest = [turn for turn in taken if turn[0] is not knob]
-            taken = rest if rest != taken and fits(turned(rest)) else taken
-    return turned(taken)
+            taken = rest if rest != taken and fits(after(rest)) else taken
+    return after(taken)
+
+
+def turned(asked: Asked, taken: Sequence[tuple[Knob, int]], fits: Fits) -> dict[str, object]:
+    """`asked` with each option at its notch, and what that rules out left to the engine."""
+    changed = dict(asked)
+    for knob, notch in taken:
+        changed = knob.turned(changed, notch)
+    yielding = {name: None for name in YIELDING if changed.get(name) is not None}
+    return changed | yielding if yielding and fits(changed) is None else changed
 
 
 def _fits(
@@ -208,10 +215,12 @@ def _command(asked: Asked, changed: Asked, options: EngineOptions) -> Command:
 def _nothing(asked: Asked, options: Sequence[Knob], demands: Demands) -> Nearest:
     """Why nothing fits, and what would."""
     config, device, speculation = demands.config, demands.device, demands.speculation
-    least = dict(asked)
-    for knob in options:
-        least = knob.turned(least, -1)
-    balance, short = shortage(least, demands)
+
+    def fits(options: Asked) -> bool | None:
+        return _fits(options, demands)
+
+    ends = [(knob, -1) for knob in options if fits(turned(asked, [(knob, -1)], fits)) is not None]
+    balance, short = shortage(turned(asked, ends, fits), demands)
     needs = balance.demand(known(balance.options.max_model_len))
     elsewhere = {name: value for name, value in asked.items() if name != "device"}
     plain = without_speculation(asked)  # a drafter is of one model

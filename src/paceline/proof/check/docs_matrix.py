@@ -26,7 +26,10 @@ MORE = {  # runs of some cells
         *("h200-check-flashinfer-mla.json", "h200-check-flashmla.json"),
         *("h200-check-triton-latents.json", "h200-check-fa3-latents.json"),
     ),
-    "CPU": ("check-cpu-blackwell-latents.json", "check-cpu-trtllm-mha.json"),
+    "CPU": (
+        *("check-cpu-blackwell-latents.json", "check-cpu-trtllm-mha.json"),
+        "check-cpu-expanded-latents.json",
+    ),
 }
 STATUSES = tuple(status.value for status in Status)
 ABSENT = "not recorded"

@@ -90,7 +90,7 @@ def _by_request(layers: list[Tensor], lens: tuple[int, ...]) -> tuple[Tensor, ..
 
 
 def _cache_scales(case: Case) -> tuple[Tensor | None, Tensor | None]:
-    if case.kv_dtype is None:
+    if case.kv_dtype is None or case.v_in_k:
         return None, None
     count = range(len(case.layers))
     k_scales = [K_SCALES[layer % len(K_SCALES)] for layer in count]
@@ -144,6 +144,9 @@ def _make_keys(
         for wish in row
         for key in (*wish.winners, *wish.forbidden)
     }
+    if case.has_scaled_latents:
+        assert total - len(chosen) <= case.head_dim, f"{case.name}: rows that share directions"
+        _sparsen(table[:total, :, : case.v_head_dim], generator)
     if total - len(chosen) <= case.head_dim:
         return _Keys(_share_prefix(case, batch, table), starts, ())
     is_free = torch.ones(total, dtype=torch.bool)
@@ -154,9 +157,23 @@ def _make_keys(
     return _Keys(_share_prefix(case, batch, table), starts, codes)
 
 
+def _sparsen(latents: Tensor, generator: torch.Generator) -> None:
+    """Give rows the length of 1s in all columns, 2s in a quarter, or 4s in a sixteenth: what is
+    normalised is what it was, and scales of neighbours differ.  Mutates latents [keys, heads,
+    rank], which are signs."""
+    rank = latents.shape[2]
+    for row, kind in zip(
+        latents, torch.randint(3, (len(latents),), generator=generator), strict=True
+    ):
+        kept = torch.randperm(rank, generator=generator)[: rank >> 2 * int(kind)]
+        sparse = torch.zeros_like(row)
+        sparse[:, kept] = row[:, kept] * 2 ** int(kind)
+        row.copy_(sparse)
+
+
 def _stored(case: Case, numbers: Tensor, factor: float) -> Tensor:
     """The nearest numbers, in float64, that a cache whose scale is `factor` can hold."""
-    if case.kv_dtype is None:
+    if case.kv_dtype is None or case.v_in_k:
         return numbers.to(_dtype(case)).double()
     return (numbers / factor).to(torch.float8_e4m3fn).double() * factor
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.pool import KVPool
+from paceline.core.model.config import ROW_SCALES, TURNED
 from paceline.proof.oracle.batch_data import BatchData
 from paceline.proof.rig.placement import slots
 from paceline.proof.rig.prepared import PreparedCase
@@ -19,6 +20,7 @@ from paceline.runner.sanitizer.poison import bits_of
 
 # Quiet NaNs that no arithmetic makes, as bits, by bytes: of float8_e4m3fn the only other one.
 _ODD_NAN = {1: 0xFF, 2: 0xFFE5 - (1 << 16), 4: 0xFFE5A5A5 - (1 << 32)}
+_BROUGHT = ("k", "v")
 _FACTOR = 8.0  # of a padded token's bait on the pools': exact in every format, and no cache's scale
 
 
@@ -32,11 +34,14 @@ class _Layer:
     stored: tuple[str, ...]  # those with memory of their own
     scales: Mapping[str, Tensor]  # of [1]  float32; none unless stored as float8
 
-    def quantised(self, part: str, values: Tensor) -> Tensor:
-        """`values` as the cache holds them."""
+    def held(self, part: str, brought: Mapping[str, Tensor]) -> Tensor:
+        """What the cache holds of a part; brought: K and V of tokens."""
         cache, scale = self.parts[part], self.scales.get(part)
-        divided = values if scale is None else values / scale.double().cpu()
-        return divided.to(cache.device).to(cache.dtype)
+        if ROW_SCALES in self.stored:
+            values = _scaled(part, brought["k"], self.parts["v"].shape[-1])
+        else:
+            values = brought[part] if scale is None else brought[part] / scale.double().cpu()
+        return values.to(cache.device).to(cache.dtype)
 
 
 class Pools:
@@ -68,10 +73,11 @@ class Pools:
         """Poison every slot, then write what each live prefix of a batch has there."""
         data = self._prepared.data[index]
         for layer in self._layers:
+            baits = {part: data.bait(part)[layer.number] for part in _BROUGHT}
             for part in layer.stored:
                 cache = layer.parts[part]
                 if self._loads_dead:
-                    cache.copy_(layer.quantised(part, data.bait(part)[layer.number]))
+                    cache.copy_(layer.held(part, baits))
                 else:
                     bits_of(cache).fill_(_ODD_NAN[cache.element_size()])
             if self._prepared.case.step_only:
@@ -135,11 +141,19 @@ class Pools:
             chosen = (positions < prefix) == is_prefix
             chosen &= (positions < batch.key_lens[request]) & (loc >= 0)
             taken = positions[chosen]
-            rows = {
-                part: layer.quantised(part, data.rows(part, request)[layer.number][taken])
-                for part in layer.stored
-            }
-            yield loc[chosen].to(device), rows
+            brought = {part: data.rows(part, request)[layer.number][taken] for part in _BROUGHT}
+            yield (
+                loc[chosen].to(device),
+                {part: layer.held(part, brought) for part in layer.stored},
+            )
+
+
+def _scaled(part: str, rows: Tensor, rank: int) -> Tensor:
+    """A part of rows [..., rank + turned] whose latents are codes: the least power of two is their
+    scale with which none exceeds 448."""
+    latents, turned = rows[..., :rank], rows[..., rank:]
+    scales = (latents.abs().amax(-1, keepdim=True) / 448).log2().ceil().exp2()
+    return {"k": latents / scales, TURNED: turned, ROW_SCALES: scales}[part]
 
 
 def _differing_slots(wanted: Tensor, cache: Tensor) -> list[int]:

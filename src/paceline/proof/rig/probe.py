@@ -5,12 +5,15 @@ every layer's attention returned at fixed addresses, where a replayed graph leav
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.attention.contract import Part
 from paceline.core.model.config import LayerSpec, ModelConfig, RopeConfig
+from paceline.kernels.latent_rows import LatentNorm
+from paceline.kernels.rope import Rope
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import OverlaidRows
@@ -58,6 +61,9 @@ class ProbeModel(nn.Module):
         self.outs = torch.zeros(shape, dtype=dtype, device=device)
         axes = () if case.rope_axes == 1 else (case.rope_axes,)
         self.positions = torch.zeros(*axes, max_tokens, dtype=torch.int64, device=device)
+        self._latents: LatentRows | None = None
+        if case.has_scaled_latents or case.latent_expand_from:
+            self._latents = LatentRows(case, max_tokens, device=device)
 
     def forward(
         self,
@@ -78,6 +84,9 @@ class ProbeModel(nn.Module):
             q = q.view(tokens, case.num_heads, case.head_dim)
             if case.reads_encoder:
                 self.outs[index, :tokens].copy_(ctx.attend_encoder(index, q))
+                continue
+            if self._latents is not None:
+                self.outs[index, :tokens].copy_(self._latents.attend(index, q, k, ctx))
                 continue
             k = k.view(tokens, case.num_kv_heads, case.head_dim)
             own = None if case.v_in_k else v.view(tokens, case.num_kv_heads, case.v_head_dim)
@@ -111,6 +120,46 @@ class ProbeModel(nn.Module):
         if self._sinks is None:
             return (None,) * len(self._case.layers)
         return tuple(self._sinks.unbind())
+
+
+class LatentRows:
+    """How the probe attends to rows that a latent layer makes of its inputs: a norm that leaves the
+    rows of a case as they are, since their latents have length 1 a column, and a rope by 0.
+
+    Expanded, heads have the latent itself as key and value: what they attend to is what an absorbed
+    query finds, so the right answers are the same.
+    """
+
+    def __init__(self, case: Case, max_tokens: int, *, device: torch.device) -> None:
+        dtype: torch.dtype = getattr(torch, case.dtype)
+        self._rank, turned = case.v_head_dim, case.head_dim - case.v_head_dim
+        self._norm = LatentNorm(torch.ones(self._rank, dtype=dtype, device=device), 0.0)
+        self._cos_sin = torch.cat((torch.ones(1, turned // 2), torch.zeros(1, turned // 2)), 1)
+        self._cos_sin = self._cos_sin.to(device)  # [1, turned]  float32
+        self._positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+
+    def attend(self, layer: int, q: Tensor, row: Tensor, ctx: StepContext) -> Tensor:
+        """q [tokens, heads, head_dim], row [tokens, head_dim] -> [tokens, heads, v_head_dim]."""
+        rank, tokens = self._rank, row.shape[0]
+        first = tokens if ctx.expanded is None else ctx.expanded.first_token
+        how: dict[str, Any] = {"norm": self._norm, "pairs": False}
+        parts = []
+        if first:
+            rope = Rope(self._cos_sin, self._positions[:first])
+            queries = q[:first].clone()
+            own = (queries, q[:first, :, rank:], row[:first])
+            parts.append(ctx.attend_latents(layer, *own, rope=rope, **how))
+        if first < tokens:
+            rope = Rope(self._cos_sin, self._positions[first:tokens])
+            given = (q[first:, :, :rank], q[first:, :, rank:], row[first:])
+            heads = q.shape[1]
+
+            def expand(latents: Tensor) -> tuple[Tensor, Tensor]:
+                each = latents.unsqueeze(1).expand(-1, heads, -1)
+                return each, each
+
+            parts.append(ctx.attend_expanded(layer, *given, rope=rope, expand=expand, **how))
+        return torch.cat(parts)
 
 
 def probe_config(case: Case, scale: float, *, max_position: int) -> ModelConfig:

@@ -147,7 +147,7 @@ class Rig:
             self._digest.update(bits_of(tensor.contiguous()).cpu().numpy().tobytes())
 
     def _broken(self, index: int, ids: list[list[int]]) -> list[str]:
-        if self._case.both_ways:  # nobody plans
+        if self._case.both_ways or self._case.latent_expand_from:  # nobody plans all rows
             view = self._probe.view
             assert view is not None, "the probe ran"
             wanted = wanted_step(self._case.batches[index], self._places[index], ids, view)
@@ -197,6 +197,8 @@ class Rig:
 
 def _kv_format(case: Case, data: BatchData) -> KVFormat:
     dtype: torch.dtype = getattr(torch, case.dtype)
+    if case.has_scaled_latents:
+        return KVFormat(dtype=torch.float8_e4m3fn)
     if case.kv_dtype is None or data.k_scales is None or data.v_scales is None:
         return KVFormat(dtype=dtype)
     pairs = zip(data.k_scales, data.v_scales, strict=True)

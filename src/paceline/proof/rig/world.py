@@ -9,9 +9,10 @@ from torch import nn
 from paceline.attention.contract import AttentionBackend
 from paceline.attention.states import StateBackend
 from paceline.cache.pool import KVFormat
+from paceline.core.dtypes import FP8
 from paceline.core.errors import SanitizerError
 from paceline.core.events import EventLog
-from paceline.core.model.cache_groups import cache_group_specs
+from paceline.core.model.cache_groups import cache_group_specs, in_format
 from paceline.core.model.config import ModelConfig
 from paceline.core.request.blocks import Blocks
 from paceline.core.request.input_rows import EncoderInput
@@ -73,10 +74,13 @@ class World:
         sizes = (case.captured_reqs,) if case.captured_reqs and is_graph else ()
         tokens = (case.captured_tokens,) if case.is_ragged and sizes else ()
         has_trees = any(batch.parents for batch in case.batches)
+        specs = cache_group_specs(config, case.page_size, state_every=case.state_every)
+        if case.has_scaled_latents:
+            specs = tuple(in_format(spec, case.dtype, FP8) for spec in specs)
         self.runner = build_runner(
             cast(CausalLM, model),
             config,
-            cache_group_specs(config, case.page_size, state_every=case.state_every),
+            specs,
             backend,
             RunnerConfig(
                 max_running=max(places[0].num_rows - 1, case.captured_reqs),
@@ -92,6 +96,7 @@ class World:
                 sanitize=is_graph,
                 max_tree_rows=case.max_extend_len if has_trees else 0,
                 draft=proposer.shape,
+                latent_expand_from=case.latent_expand_from,
                 sizes=OneSize(sizes, tokens),
             ),
             stream=make_stream(device),

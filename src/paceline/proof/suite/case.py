@@ -120,6 +120,8 @@ class Case:
     head_dim: int = 64
     v_head_dim: int = 64
     v_in_k: bool = False  # V is the leading v_head_dim columns of K: absorbed latent attention
+    latent_expand_from: int = 0  # tokens of a request from which its latents are expanded, in a
+    # step that is no graph; 0: never
     dtype: str = "float32"  # of queries, keys and values
     kv_dtype: str | None = None  # of the cache: "float8_e4m3fn", or None for dtype
     layers: tuple[Layer, ...] = (Layer(),)
@@ -158,6 +160,11 @@ class Case:
         return self.layout is PageLayout.SHARED_PREFIX and self.mode is ForwardMode.DECODE
 
     @property
+    def has_scaled_latents(self) -> bool:
+        """Whether rows of latents are codes, each with a scale of its own."""
+        return self.v_in_k and self.kv_dtype is not None
+
+    @property
     def heads(self) -> Heads:
         """Of each layer."""
         dims = self.head_dim, self.v_head_dim
@@ -165,7 +172,7 @@ class Case:
 
     @property
     def parts(self) -> tuple[RowPart, ...]:
-        """What is cached of a token in each layer that attends."""
+        """What a token brings of each layer that attends: what is cached, but for codes."""
         dims = self.head_dim, self.v_head_dim
         return kv_parts(self.num_kv_heads, *dims, v_in_k=self.v_in_k)
 

@@ -64,6 +64,48 @@ def latent_cases() -> tuple[Case, ...]:
             *_sizes(),
             *_speculation(16),
             *_speculation(64),
+            *_scaled(),
+            *_expanded(),
+        ),
+    )
+
+
+def _scaled() -> tuple[Case, ...]:
+    """Latents in float8, with a scale for each row."""
+
+    def scaled(mode: ForwardMode) -> Case:
+        return replace(_latent(mode), kv_dtype="float8_e4m3fn")
+
+    verify, mixed = scaled(ForwardMode.TARGET_VERIFY), scaled(ForwardMode.MIXED)
+    layers = (Layer(),) * 2
+    return (
+        uniform_case(replace(scaled(ForwardMode.DECODE), layers=layers), "fp8-rows", _EDGES),
+        ragged_case(scaled(ForwardMode.EXTEND), "fp8-rows", ((15, 1), (16, 2), (0, 31))),
+        ragged_case(mixed, "fp8-rows", ((15, 1), (0, 17), (16, 1), (20, 5))),
+        uniform_case(verify, "fp8-rows-chain3", _EDGES, extend=3),
+        tree_case(verify, "fp8-rows-topk4", _EDGES, VERIFY_TREES["topk4"]),
+    )
+
+
+def _expanded() -> tuple[Case, ...]:
+    """Long prompts, expanded: without a prefix, behind one of a page, and behind one of several
+    pieces, in which others are exhausted; beside rows that decode."""
+
+    def expanded(mode: ForwardMode, layout: PageLayout) -> Case:
+        case = replace(_latent(mode), num_heads=4, head_dim=192, v_head_dim=128, layout=layout)
+        return replace(case, latent_expand_from=4)
+
+    extend, mixed = ForwardMode.EXTEND, ForwardMode.MIXED
+    rows = ((0, 9), (16, 5), (150, 6), (40, 4))
+    return (
+        *(
+            ragged_case(expanded(extend, layout), f"expanded-{layout.value}", rows)
+            for layout in (PageLayout.CONTIGUOUS, PageLayout.SHUFFLED, PageLayout.INTERLEAVED)
+        ),
+        ragged_case(
+            replace(expanded(mixed, PageLayout.SHUFFLED), layers=(Layer(),) * 2),
+            "expanded-behind-decode",
+            ((15, 1), (64, 1), (33, 1), (0, 11), (90, 4), (20, 2)),
         ),
     )
 

@@ -79,17 +79,8 @@ class GraphKeys:
 
     def of(self, step: Step) -> GraphKey | None:
         """The key a step replays under, or would; None when it can be no graph."""
-        layout = step.layout
-        extend_len = max(layout.extend_lens)
-        if not self._supports(None if step.is_ragged else extend_len):
-            return None
-        if step.prompt_spans:  # their number is host data of this step alone
-            return None
-        if step.is_ragged:
-            size = self._sizes.pad_ragged(layout.num_reqs, layout.num_tokens)
-        else:
-            size = self._sizes.pad(layout.num_reqs, extend_len)
-        if size is None:
+        size = self.size_of(step)
+        if size is None or step.prompt_spans:  # their number is host data of this step alone
             return None
         return self._key(
             size,
@@ -104,6 +95,16 @@ class GraphKeys:
             has_overlay=step.has_overlay,
             ends=step.ends,
         )
+
+    def size_of(self, step: Step) -> PaddedSize | None:
+        """What a step is padded to as a graph, were no prompt of it scored; None: it is none."""
+        layout = step.layout
+        extend_len = max(layout.extend_lens)
+        if not self._supports(None if step.is_ragged else extend_len):
+            return None
+        if step.is_ragged:
+            return self._sizes.pad_ragged(layout.num_reqs, layout.num_tokens)
+        return self._sizes.pad(layout.num_reqs, extend_len)
 
     def _supports(self, extend_len: int | None) -> bool:
         """Whether steps of so many tokens a row, None: ragged, may be captured."""
