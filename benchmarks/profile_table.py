@@ -66,7 +66,7 @@ FIRST_AFTER: dict[str | None, str] = {
     "latents": "o",
     "states": "o",
     "act": "down",
-    "route": "gate_up",  # of a shared expert
+    "route": "down",  # of a shared expert, whose first product stands behind the router
 }
 LAST_BEFORE = {
     "rope": "qkv",
@@ -74,9 +74,15 @@ LAST_BEFORE = {
     "latents": "qkv",
     "states": "qkv",
     "act": "gate_up",
-    "route": "router",
 } | dict.fromkeys(("draft", "sample", "commit", None), "head")
-NEXT_PRODUCT = {"qkv": "o", "o": "gate_up", "gate_up": "down", "down": "qkv", None: "qkv"}
+NEXT_PRODUCT = {
+    "qkv": "o",
+    "o": "gate_up",
+    "router": "gate_up",
+    "gate_up": "down",
+    "down": "qkv",
+    None: "qkv",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +264,8 @@ def _product_roles(
     for index in range(count):
         if index == 0 and before in FIRST_AFTER:
             last = FIRST_AFTER[before]
+        elif index == 0 and (after == "route" or (after == "act" and count > 1)):
+            last = "router"
         elif index == count - 1 and after in LAST_BEFORE:
             last = LAST_BEFORE[after]
         else:

@@ -67,19 +67,28 @@ LATENT_LAYER = [
     ("_rms_norm_kernel", "norm"),
     ("_one_token_kernel", "qkv"),
     ("_one_token_kernel", "qkv"),
-    ("_head_products_kernel", "latents"),
     ("_latent_rows_kernel", "latents"),
+    ("_head_products_kernel", "latents"),
     ("paged_extend_kernel", "attention"),
     ("_merge_kernel", "attention"),
     ("_head_products_kernel", "latents"),
     ("_one_token_kernel", "o"),
     ("_rms_norm_kernel", "norm"),
     ("_one_token_kernel", "router"),
-    ("_moe_route_kernel", "route"),
     ("_one_token_kernel", "gate_up"),
+    ("_moe_route_kernel", "route"),
     ("_one_token_kernel", "down"),
     ("_one_gate_up_kernel", "experts"),
     ("_one_down_kernel", "experts"),
+]
+SHARED_EXPERT_LAYER = [  # of many tokens
+    *LAYER[:7],
+    ("nvjet_router", "router"),
+    ("nvjet_gate_up", "gate_up"),
+    ("_act_and_mul_kernel", "act"),
+    ("_moe_route_kernel", "route"),
+    ("nvjet_down", "down"),
+    *ROUTED_LAYER[9:],
 ]
 DRAFT_PASS = [  # of a drafter with a layer and a head of its own
     ("_derive_pass_kernel", "derive"),
@@ -90,7 +99,14 @@ DRAFT_PASS = [  # of a drafter with a layer and a head of its own
     ("_draft_topk_rows_kernel", "draft"),
     ("_grow_tree_kernel", "draft"),
 ]
-LAYERS = [LAYER, FUSED_LAYER, SEPARATE_QK_NORM_LAYER, ROUTED_LAYER, LATENT_LAYER]
+LAYERS = [
+    LAYER,
+    FUSED_LAYER,
+    SEPARATE_QK_NORM_LAYER,
+    ROUTED_LAYER,
+    LATENT_LAYER,
+    SHARED_EXPERT_LAYER,
+]
 HEAD = [("_derive_kernel", "derive"), ("indexSelectLargeIndex", "other")]
 TAIL = [
     ("_rms_norm_kernel", "norm"),

@@ -8,6 +8,7 @@ import torch
 
 import attention_gate
 import kernels_gate
+import latent_attention
 
 # Warnings of drivers and compilers are shown and fail nothing.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -27,6 +28,21 @@ def test_compiled_kernels_equal_their_references(sweep: str) -> None:
     found = list(SWEEPS[sweep]("cuda"))
     assert found
     assert [failure for _, failure in found if failure is not None] == []
+
+
+@pytest.mark.usefixtures("nan_memory")
+@pytest.mark.parametrize("case", [(16, 1, 1100), (16, 64, 300), (128, 3, 1100), (128, 40, 70)])
+def test_decodes_over_latents_of_real_widths_meet_the_definition(
+    case: tuple[int, int, int],
+) -> None:
+    """Heads, requests, keys; rows in bfloat16 and in float8."""
+    work = latent_attention.make_work(*case, torch.device("cuda"))
+    for run, cache in (
+        (latent_attention.ours(work), work.cache(0)),
+        (latent_attention.ours_scaled(work), work.scaled[0]),
+    ):
+        error = latent_attention.worst_error(work, cache, run(0))
+        assert error <= latent_attention.ERROR_LIMIT
 
 
 @pytest.mark.usefixtures("nan_memory")

@@ -143,5 +143,7 @@ def test_many_programs_of_few_rows_have_a_neighbour_with_fewer_keys() -> None:
         for rows, programs in ((16, 64), (16, 65), (64, 1000))
     )
     assert (few.block_keys, many.block_keys, wide.block_keys) == (64, 32, 64)
+    codes = latent_config(16, 65, is_scaled=True)
+    assert (codes.block_keys, codes.num_warps, codes.num_stages) == (64, 4, 2)
     tiles, queries = many.num_stages - 1, many.block_rows
     assert 2 * 576 * 2 * (tiles * many.block_keys + queries) < 227 << 10

@@ -129,7 +129,7 @@ def test_a_token_too_wide_for_registers_takes_the_tiles_of_many(
 
     case = make_case(1, 4, 3, hidden=40, inter=24)
     monkeypatch.setattr(moe_one_token, "_MOST_ELEMENTS", 4 * 32 - 1)
-    assert not moe_one_token.fits_one_token(case.x, case.routing, case.weights)
+    assert not moe_one_token.fits_one_token(case.x, case.weights)
     torch.testing.assert_close(run_triton(case), theirs(case), rtol=1e-5, atol=2e-6)
 
 

@@ -113,6 +113,18 @@ def test_rows_may_lie_apart_and_in_another_dtype(run: Run) -> None:
     torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("run", [run_reference, run_triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_equal_logits_go_to_the_lower_id_and_zeros_have_no_sign(
+    run: Run, dtype: torch.dtype
+) -> None:
+    logits = torch.tensor([[-0.0, 0.0, -3.0, 2.0, 2.0, float("-inf"), -0.5]], dtype=dtype)
+    found = run(logits, 7, False)
+    assert found.expert_ids.tolist() == [[3, 4, 0, 1, 6, 2, 5]]
+    wanted = logits[0].float().softmax(0)[found.expert_ids[0].long()]
+    torch.testing.assert_close(found.weights[0], wanted, rtol=1e-6, atol=0.0)
+
+
 def test_bad_arguments_of_moe_route_are_named() -> None:
     with pytest.raises(KernelArgumentError, match=r"logits must be \[tokens, num_experts\]"):
         moe_route(torch.zeros(3), 1, renormalize=True)

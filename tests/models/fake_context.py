@@ -15,6 +15,7 @@ from paceline.kernels.rms_norm import rms_norm_reference
 from paceline.kernels.rope import Rope, rope_reference
 from paceline.kernels.rope_write_kv import HeadNorms
 from paceline.kernels.step_view import GroupView, StepView
+from paceline.layers.attention import Absorb
 
 
 class FakeContext:
@@ -81,8 +82,10 @@ class FakeContext:
         norm: LatentNorm,
         rope: Rope,
         pairs: bool,
+        absorb: Absorb,
     ) -> Tensor:
         """As of `StepContext`; the pool that is written is forgotten."""
+        absorb(queries[..., : -turning.shape[2]])
         into = LatentSlots(row.new_empty(len(row), 1, 1, row.shape[1]), torch.arange(len(row)))
         rows = latent_rows_reference(
             turning, row, queries, norm=norm, rope=rope, pairs=pairs, into=into

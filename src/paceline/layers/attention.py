@@ -1,7 +1,7 @@
 """StepContext: what a step gives its blocks.  Attention through it: rotate, write K and V to the
 pool, in one place, then call the backend."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,9 @@ from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
 from paceline.kernels.scaled_latents import ScaledLatents
 from paceline.kernels.step_view import StepView
+
+# Fills [tokens, num_heads, rank], whose rows may lie apart: queries times W_UK of their heads.
+Absorb = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,19 +91,21 @@ class StepContext:
         norm: LatentNorm,
         rope: Rope,
         pairs: bool,
+        absorb: Absorb,
     ) -> Tensor:
         """Latent attention of one layer over its cache, absorbed, of the tokens that are not
         expanded: `tokens`, the step's first.
 
-        queries: [tokens, num_heads, rank + rope_dim], of which `turning` [tokens, num_heads,
-        rope_dim] becomes the last columns; row: [tokens, rank + rope_dim] as projected.  See
-        `latent_rows`.  Returns [tokens, num_heads, rank].  Mutates queries, and writes rows to the
-        layer's pool.
+        queries: [tokens, num_heads, rank + rope_dim], empty: `absorb` fills the first columns, and
+        `turning` [tokens, num_heads, rope_dim] becomes the last; row: [tokens, rank + rope_dim] as
+        projected.  See `latent_rows`.  Returns [tokens, num_heads, rank].  Mutates queries, and
+        writes rows to the layer's pool.
         """
         layer = self._layer(layer_id)
         loc = self.view.groups[layer.spec.group].out_cache_loc[: row.shape[0]]
         into = LatentSlots(layer.k_cache, loc, layer.beside)
         rows = latent_rows(turning, row, queries, norm=norm, rope=rope, pairs=pairs, into=into)
+        absorb(queries[..., : layer.spec.v_head_dim])  # its weight is read beside the rows
         values = rows[..., : layer.spec.v_head_dim]
         out, _ = self.backend.forward(queries, rows, values, layer, self.plan, Part.ALL)
         return out

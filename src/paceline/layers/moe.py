@@ -42,9 +42,14 @@ class SharedExpert(nn.Module):
         if has_gate:
             self.gate = Linear(whole(hidden_size), whole(1), bias=False, placement=placement)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] -> [tokens, hidden]."""
-        out: Tensor = self.mlp(x)
+    def gated(self, x: Tensor) -> Tensor:
+        """Its first half: x [tokens, hidden] -> [tokens, inter]."""
+        made: Tensor = self.mlp.gate_up(x)
+        return made
+
+    def forward(self, x: Tensor, gated: Tensor) -> Tensor:
+        """x [tokens, hidden], `gated` of it -> [tokens, hidden]."""
+        out: Tensor = self.mlp.down(gated)
         return out if self.gate is None else self.gate(x).sigmoid_() * out
 
 
@@ -84,15 +89,18 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        routing, given = self._route(self.router(x)), x
+        logits: Tensor = self.router(x)
+        # What the shared expert reads does not wait for the routing: of one token its weights are
+        # on their way while the router and the choice, which read little, take their turns.
+        gated = None if self.shared is None else self.shared.gated(x)
+        routing, given = self._route(logits), x
         format_, weight = self.held.format, self.held.weight
         if self.weighs_input:
             given = x * routing.weights.to(x.dtype)
             routing = routing._replace(weights=torch.ones_like(routing.weights))
-        if self.shared is None:
+        if self.shared is None or gated is None:
             return format_.apply(given, routing, weight, self.gate)
-        # Ahead of the experts: its weight does not wait for the routing.
-        return format_.apply_plus(given, routing, weight, self.gate, self.shared(x))
+        return format_.apply_plus(given, routing, weight, self.gate, self.shared(x, gated))
 
     def _route(self, logits: Tensor) -> Routing:
         if self.choice is None:

@@ -244,7 +244,7 @@ def launch_moe_experts(
     """Arguments as checked by kernels/moe_experts.py; `tiles` overrides the tile table."""
     if x.shape[0] == 0:
         return
-    if tiles is None and fits_one_token(x, routing, weights):
+    if tiles is None and fits_one_token(x, weights):
         launch_one_token(x, routing, weights, gate=gate, plus=plus, out=out)
         return
     num_pairs, num_experts = routing.expert_ids.numel(), weights.down.shape[0]

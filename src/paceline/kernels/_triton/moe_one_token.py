@@ -2,7 +2,8 @@
 them, as one token's product of `skinny_linear` is.
 
 Two launches: gate and up of each expert, whose programs hold whole rows in registers; and down,
-whose programs hold a row of every expert at once, so that they add up the experts too.
+whose programs have the same few rows of every expert, so that they add up the experts too.  These
+programs are of few warps, with many bytes on their way for each thread.
 """
 
 import torch
@@ -16,9 +17,10 @@ from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU
 from paceline.kernels.moe_route import Routing
 
-_WARPS = 8
-_ROW_ELEMENTS = 4096  # of one program's gate rows, at least, and of its up rows
-_MOST_ELEMENTS = 32768  # of one program
+_ROW_ELEMENTS = 4096  # of one program's gate rows, at least, of its up rows, and of its down rows
+_MOST_ELEMENTS = 32768  # of one program at a time
+_WARP_ELEMENTS = 2048  # of one of its warps
+_STEPS = 2  # of a program of gate and up: it waits for its expert's id once
 
 
 @triton.jit
@@ -35,28 +37,36 @@ def _one_gate_up_kernel(
     INTER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
+    STEPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
     slot = tl.program_id(1)
     expert = tl.load(expert_ids_ptr + slot).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_HIDDEN)
-    live = row < INTER
-    mask = live[:, None] & (cols < HIDDEN)[None, :]
-    gate_ptrs = weight_ptr + (expert * (2 * INTER) + 2 * row)[:, None] * HIDDEN + cols[None, :]
-    gate = tl.load(gate_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
-    up = tl.load(gate_ptrs + HIDDEN, mask=mask, other=0.0, eviction_policy="evict_first")
-    let_next_start(OVERLAPPED)
-    x = tl.load(x_ptr + cols, mask=cols < HIDDEN, other=0.0).to(tl.float32)[None, :]
-    gate = tl.sum(gate.to(tl.float32) * x, axis=1)
-    up = tl.sum(up.to(tl.float32) * x, axis=1)
-    if bias_ptr is not None:
-        bias_ptrs = bias_ptr + expert * (2 * INTER) + 2 * row
-        gate += tl.load(bias_ptrs, mask=live, other=0.0).to(tl.float32)
-        up += tl.load(bias_ptrs + 1, mask=live, other=0.0).to(tl.float32)
-    gated = swiglu(gate, up, alpha, up_offset, LIMIT)
-    tl.store(out_ptr + slot * INTER + row, gated.to(out_ptr.dtype.element_ty), mask=live)
+    inside = cols < HIDDEN
+    for step in tl.static_range(STEPS):
+        first = (tl.program_id(0) * STEPS + step) * BLOCK_ROWS
+        both = 2 * first + tl.arange(0, 2 * BLOCK_ROWS)  # gate and up rows
+        live = both < 2 * INTER
+        at = expert * (2 * INTER) + both
+        weight = tl.load(
+            weight_ptr + at[:, None] * HIDDEN + cols[None, :],
+            mask=live[:, None] & inside[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        if step == STEPS - 1:
+            let_next_start(OVERLAPPED)
+        x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        product = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
+        if bias_ptr is not None:
+            product += tl.load(bias_ptr + at, mask=live, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(product, [BLOCK_ROWS, 2]))
+        gated = swiglu(gate, up, alpha, up_offset, LIMIT)
+        row = first + tl.arange(0, BLOCK_ROWS)
+        gated = gated.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + slot * INTER + row, gated, mask=row < INTER)
 
 
 @triton.jit
@@ -71,41 +81,44 @@ def _one_down_kernel(
     SLOTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_INTER: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
-    row = tl.program_id(0)
-    slot = tl.arange(0, BLOCK_SLOTS)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_INTER)
-    live = slot < SLOTS
-    expert = tl.load(expert_ids_ptr + slot, mask=live, other=0).to(tl.int64)
-    at = expert * HIDDEN + row
-    mask = live[:, None] & (cols < INTER)[None, :]
-    weight = tl.load(
-        weight_ptr + at[:, None] * INTER + cols[None, :],
-        mask=mask,
-        other=0.0,
-        eviction_policy="evict_first",
-    )
+    live = row < HIDDEN
+    inside = cols < INTER
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_INTER], tl.float32)
+    bias = tl.zeros([BLOCK_ROWS], tl.float32)
+    # Unrolled: the rows of all experts are asked for before the first is waited for.
+    for slot in tl.static_range(SLOTS):
+        at = tl.load(expert_ids_ptr + slot).to(tl.int64) * HIDDEN + row
+        weight = tl.load(
+            weight_ptr + at[:, None] * INTER + cols[None, :],
+            mask=live[:, None] & inside[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        share = tl.load(routing_weights_ptr + slot)
+        gated = tl.load(gated_ptr + slot * INTER + cols, mask=inside, other=0.0)
+        acc += weight.to(tl.float32) * (gated.to(tl.float32) * share)[None, :]
+        if bias_ptr is not None:
+            bias += tl.load(bias_ptr + at, mask=live, other=0.0).to(tl.float32) * share
     let_next_start(OVERLAPPED)
-    gated = tl.load(gated_ptr + slot[:, None] * INTER + cols[None, :], mask=mask, other=0.0)
-    share = tl.load(routing_weights_ptr + slot, mask=live, other=0.0)
-    product = tl.sum(weight.to(tl.float32) * gated.to(tl.float32), axis=1)
-    if bias_ptr is not None:
-        product += tl.load(bias_ptr + at, mask=live, other=0.0).to(tl.float32)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    total = tl.sum(product * share, axis=0).to(DTYPE)
+    total = (tl.sum(acc, axis=1) + bias).to(DTYPE)
     if plus_ptr is not None:
-        total = (total.to(tl.float32) + tl.load(plus_ptr + row).to(tl.float32)).to(DTYPE)
-    tl.store(out_ptr + row, total)
+        plus = tl.load(plus_ptr + row, mask=live, other=0.0)
+        total = (total.to(tl.float32) + plus.to(tl.float32)).to(DTYPE)
+    tl.store(out_ptr + row, total, mask=live)
 
 
-def fits_one_token(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
+def fits_one_token(x: Tensor, weights: ExpertWeights) -> bool:
     """Whether these are the kernels for it: one token, and rows that registers hold."""
-    slots, (_, hidden, inter) = routing.expert_ids.shape[1], weights.down.shape
-    largest = max(2 * next_power_of_2(hidden), next_power_of_2(slots) * next_power_of_2(inter))
+    _, hidden, inter = weights.down.shape
+    largest = max(2 * next_power_of_2(hidden), next_power_of_2(inter))
     return x.shape[0] == 1 and largest <= _MOST_ELEMENTS
 
 
@@ -125,7 +138,7 @@ def launch_one_token(
     block_rows = max(1, _ROW_ELEMENTS // block_hidden)
     launch(
         _one_gate_up_kernel,
-        (cdiv(inter, block_rows), slots),
+        (cdiv(inter, block_rows * _STEPS), slots),
         x,
         weights.gate_up,
         weights.gate_up_bias,
@@ -138,12 +151,15 @@ def launch_one_token(
         INTER=inter,
         BLOCK_ROWS=block_rows,
         BLOCK_HIDDEN=block_hidden,
-        num_warps=_WARPS,
+        STEPS=_STEPS,
+        num_warps=max(1, 2 * block_rows * block_hidden // _WARP_ELEMENTS),
         **overlap_options(x.device, _one_gate_up_kernel),
     )
+    block_inter = next_power_of_2(inter)
+    block_rows = max(1, _ROW_ELEMENTS // block_inter)
     launch(
         _one_down_kernel,
-        (hidden,),
+        (cdiv(hidden, block_rows),),
         gated,
         weights.down,
         weights.down_bias,
@@ -154,8 +170,8 @@ def launch_one_token(
         SLOTS=slots,
         HIDDEN=hidden,
         INTER=inter,
-        BLOCK_SLOTS=next_power_of_2(slots),
-        BLOCK_INTER=next_power_of_2(inter),
-        num_warps=_WARPS,
+        BLOCK_ROWS=block_rows,
+        BLOCK_INTER=block_inter,
+        num_warps=max(1, block_rows * block_inter // _WARP_ELEMENTS),
         **overlap_options(x.device, _one_down_kernel),
     )

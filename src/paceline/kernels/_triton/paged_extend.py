@@ -82,15 +82,17 @@ def extend_config(
 def latent_config(block_rows: int, programs: int, *, is_scaled: bool) -> SplitConfig:
     """The same where V lies in K: a tile of keys is read once and is wide.
 
-    is_scaled: in float8.
+    is_scaled: in float8, whose tiles of 64 keys are as many bytes as of 32 in 16 bits.  Each warp
+    then loads the queries for twice the keys; two stages leave its registers to the products.
     """
     pairs = in_pairs(block_rows, programs, is_scaled=is_scaled)
+    few_keys = pairs and not is_scaled
     few_warps = pairs or (block_rows < WIDE_ROWS and programs >= _MANY_LATENT)
     return SplitConfig(
         block_rows=block_rows,
-        block_keys=32 if pairs else 64,
+        block_keys=32 if few_keys else 64,
         num_warps=4 if few_warps else 8,
-        num_stages=2 if block_rows == WIDE_ROWS else 3,
+        num_stages=2 if block_rows == WIDE_ROWS or (pairs and is_scaled) else 3,
         min_tiles=1,
     )
 

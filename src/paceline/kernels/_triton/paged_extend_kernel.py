@@ -31,7 +31,7 @@ from paceline.kernels._triton.primitives import (
     softmax_finish,
     softmax_step,
 )
-from paceline.kernels._triton.scaled_latents import halves_of, scaled_scores, scaled_step
+from paceline.kernels._triton.scaled_latents import halves_of, laid_down, scaled_scores, scaled_step
 from paceline.kernels._triton.split_merge import finishes_last, merge_splits, store_partial
 from paceline.kernels._triton.visible_keys import tree_bits_of, tree_depths, visible_keys
 
@@ -380,6 +380,12 @@ def paged_extend_kernel(
         q, scale = narrow_query(q, scale)
         if WORDS:
             q, q_odd = halves_of(q)
+        elif LOADS_FIRST:
+            # Its place until the answer comes: of another split's rows, what that one writes too.
+            place_ptr = out_ptr.to(tl.pointer_type(q.dtype))
+            places = place_ptr + (token * stride_out_token + head * stride_out_head)[:, None]
+            is_q = row_live[:, None] & (cols_k < DIM_K)[None, :]
+            q = laid_down(q, places + cols_k[None, :], is_q)
     k_head_ptr = k_cache_ptr + kv_head * stride_k_head
     v_head_ptr = v_cache_ptr + kv_head * stride_v_head
     running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)

@@ -96,7 +96,6 @@ class LatentAttention(nn.Module):
         latent, format_ = self.latent, self.held.format
         nope, turning = q.split((latent.nope_dim, latent.rope_dim), dim=2)
         queries = q.new_empty(*q.shape[:2], latent.rank + latent.rope_dim)
-        format_.apply_keys(nope, self.held.weight, queries[..., : latent.rank])
         attended = ctx.attend_latents(
             self.layer_id,
             queries,
@@ -105,6 +104,7 @@ class LatentAttention(nn.Module):
             norm=self._norm,
             rope=Rope(self.cos_sin, positions),
             pairs=latent.pairs,
+            absorb=partial(format_.apply_keys, nope, self.held.weight),
         )
         values = q.new_empty(*q.shape[:2], latent.v_dim)
         format_.apply_values(attended, self.held.weight, values)
