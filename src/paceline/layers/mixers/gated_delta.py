@@ -70,7 +70,7 @@ class GatedDeltaNet(nn.Module):
         mixed = ctx.mix(
             self.layer_id,
             GdnInputs(
-                qkv=qkv.flatten(1),
+                qkv=qkv,
                 conv_weight=self.conv_weight,
                 decay=decay,
                 beta=beta,
