@@ -206,6 +206,7 @@ def test_chunks_of_a_ragged_step_follow_on_one_another(
     lens = [size + 1, 2]
     state, window = parts()
     heads, rates, _ = some_rows(sum(lens), delta=delta)
+    rates = rates._replace(decay=rates.decay / 50)  # so that rows far apart meet
     heads = HeadRows(*(each.to(dtype) for each in heads))
     given = conv_inputs(sum(lens), window)
     rows = torch.tensor([0, size, size + 1, 0]).unsqueeze(1) + torch.arange(size)
@@ -219,7 +220,7 @@ def test_chunks_of_a_ragged_step_follow_on_one_another(
     held = before(state)
     out = torch.full(heads.v.shape, torch.nan, dtype=dtype)
     state_chunks(heads, rates, chunks, starts, state, given, out=out)
-    bound = 1e-5 if dtype is torch.float32 else 3e-2
+    bound = 1e-5 if dtype is torch.float32 else 6e-2
     wide = HeadRows(*(each.float() for each in heads))
     for req, num in enumerate(lens):
         mine = slice(int(starts[req]), int(starts[req + 1]))
