@@ -19,7 +19,7 @@ from paceline.kernels._triton.runtime import block_dim, interpreted
 from paceline.kernels._triton.state_parts import product
 
 _SIDE = tl.constexpr(16)  # of a block
-_STEP = 32  # numbers of keys that a program holds at a time
+_STEP = 64  # numbers of keys that a program holds at a time
 
 
 @triton.jit

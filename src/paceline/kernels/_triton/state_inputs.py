@@ -14,8 +14,8 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 
 _FEW_TOKENS = 128  # up to so many a program takes one token
-_RUNS, _STEPS = 8, 8  # of a program behind it, and tokens of a run
-_WARPS = 4
+_RUNS, _STEPS = 4, 8  # of a program behind it, and tokens of a run
+_WARPS = 2
 _READ = tl.constexpr(READ)
 
 
