@@ -135,7 +135,9 @@ def _inputs(kind: str, tokens: int, device: torch.device) -> Any:
     weight = torch.randn(shape.channels, shape.conv_width, device=device).bfloat16()
     per_head = torch.rand(tokens, shape.value_heads, device=device)
     if kind == GDN:
-        return GdnInputs(rows, weight, -per_head, per_head.flip(0))
+        return GdnInputs(
+            rows.view(tokens, shape.key_heads, -1), weight, -per_head, per_head.flip(0)
+        )
     skip = torch.randn(shape.value_heads, device=device)
     return Mamba2Inputs(rows, weight, None, -per_head, per_head.flip(0), skip)
 

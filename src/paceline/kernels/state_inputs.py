@@ -41,7 +41,7 @@ class HeadRows(NamedTuple):
 class ConvInputs(NamedTuple):
     """Rows before the convolution, and where its taps are."""
 
-    rows: Tensor  # [tokens, channels]  contiguous within a row
+    rows: Tensor  # [tokens, parts, channels // parts]  contiguous within a part of a row
     weight: Tensor  # [channels, width]  the row's own tap last
     bias: Tensor | None  # [channels]
     window: Tensor  # [num_slots, channels, width - 1]  the part of one layer
@@ -55,7 +55,9 @@ def state_inputs_reference(
     """The definition; arguments and mutation as `state_inputs`, without what is kept."""
     read = given.slots[:, 0].long()
     windows = given.window.index_select(0, read).masked_fill(read.view(-1, 1, 1) == 0, 0.0)
-    mixed = conv_rows_reference(given.rows, windows, given.places, given.weight, given.bias)
+    mixed = conv_rows_reference(
+        given.rows.flatten(1), windows, given.places, given.weight, given.bias
+    )
     key_heads, key_dim = out.q.shape[1:]
     per_key, value_dim = out.v.shape[1] // key_heads, out.v.shape[2]
     for head in range(key_heads):
@@ -97,13 +99,13 @@ def state_inputs(
     """SiLU of the convolution, as heads; queries and keys of length 1 where there is an `eps`, and
     queries times `scale`.
 
-    kept: [tokens, channels] in the dtype of the rows: where they are copied to; None: nowhere.
-    Mutates `out` and `kept`, which are contiguous.  Triton on every device.  Graph-safe: shapes are
-    static.  Raises KernelArgumentError.
+    No head lies in two parts of the rows.  kept: [tokens, channels] in the dtype of the rows: where
+    they are copied to; None: nowhere.  Mutates `out` and `kept`, which are contiguous.  Triton on
+    every device.  Graph-safe: shapes are static.  Raises KernelArgumentError.
     """
     rows, size = given.rows, given.weight.shape
-    if rows.stride(1) != 1 or rows.shape[1] != size[0]:
-        expected = f"[tokens, {size[0]}] with contiguous rows"
+    if rows.stride(2) != 1 or rows.shape[1:].numel() != size[0]:
+        expected = f"[tokens, parts, ...] of {size[0]} channels with contiguous parts"
         reject("rows", expected=expected, got=rows, remedy="hand on what a layer projects")
     if given.weight.stride() != (size[1], 1):
         reject("weight", expected="contiguous", got=given.weight, remedy="copy it once")

@@ -19,7 +19,7 @@ class TorchGdn(TorchLinear[GdnInputs]):
     def extend(self, inputs: GdnInputs, layer: StateLayer, plan: LinearPlan) -> Tensor:
         """[padded_tokens, value_heads, value_dim] in the dtype of the inputs."""
         shape = plan.shape
-        mixed = convolve(inputs.qkv, inputs.conv_weight, None, layer, plan)
+        mixed = convolve(inputs.qkv.flatten(1), inputs.conv_weight, None, layer, plan)
         q, k, v = mixed.view(-1, shape.key_heads, shape.channels // shape.key_heads).split(
             (shape.key_dim, shape.key_dim, shape.per_key * shape.value_dim), dim=2
         )

@@ -21,7 +21,7 @@ class TritonMamba2(TritonLinear[Mamba2Inputs]):
         shape = plan.shape
         values, keys = shape.value_size, shape.key_size
         return extend_heads(
-            inputs.xbc,
+            inputs.xbc.unsqueeze(1),
             inputs.conv_weight,
             inputs.conv_bias,
             Rates(inputs.decay, inputs.dt, inputs.skip, is_delta=False),

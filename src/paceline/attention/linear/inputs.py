@@ -13,7 +13,7 @@ NORM_EPS = 1e-6  # in the norms of a gated delta net's queries and keys
 class GdnInputs(NamedTuple):
     """Gated delta net (arXiv:2412.06464): a token's rows before the convolution."""
 
-    qkv: Tensor  # [padded_tokens, channels]  query, key and values of each key head in turn
+    qkv: Tensor  # [padded_tokens, key_heads, channels // key_heads]  a head's query, key, values
     conv_weight: Tensor  # [channels, width]  the token's own tap last
     decay: Tensor  # [padded_tokens, value_heads]  float32  log; at most 0
     beta: Tensor  # [padded_tokens, value_heads]  float32  0 to 1

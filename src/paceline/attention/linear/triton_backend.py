@@ -90,8 +90,8 @@ def extend_heads(
 ) -> Tensor:
     """[tokens, value_heads, value_dim] in the dtype of `rows`: one layer over the step's rows.
 
-    rows: [tokens, channels] before the convolution of `weight` and `bias`; channels, eps, scale: as
-    of `state_inputs`.  Writes the requests' slots, or keeps a round.
+    rows: [tokens, parts, channels // parts] before the convolution of `weight` and `bias`;
+    channels, eps, scale: as of `state_inputs`.  Writes the requests' slots, or keeps a round.
     """
     shape, kept, tokens = plan.shape, plan.kept, rows.shape[0]
     given = ConvInputs(rows, weight, bias, layer.parts[CONV], plan.slots, plan.places)

@@ -15,95 +15,12 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import block_dim, cdiv, interpreted, next_power_of_2
+from paceline.kernels._triton.solve_chunks import launch_solve_chunks
 from paceline.kernels._triton.state_parts import product, slots_of, write_window
 
 _COLUMNS = 64  # of a program's states, the fastest of 32, 64 and 128 on an H200
 _WIDE_COLUMNS = 32  # where keys are wide or float32: GPUs of 99 KiB of shared memory
-_SIDE = tl.constexpr(16)  # of the blocks that are inverted row by row: the least a product takes
-
-
-@triton.jit
-def _joined(
-    found,  # [SIZE, SIZE] float32, inverses of blocks of WIDTH
-    sides,  # [SIZE, SIZE] float32
-    WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Inverses of blocks of twice the width: (I + A + C)^-1 = B - B C B where B = (I + A)^-1 and C
-    lies below A's two blocks."""
-    row, col = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    is_below = (row // (2 * WIDTH) == col // (2 * WIDTH)) & (row // WIDTH != col // WIDTH)
-    nothing = tl.zeros([SIZE, SIZE], tl.float32)
-    left = product(found, tl.where(is_below, sides, 0.0), nothing, False)
-    return found - product(left, found, nothing, False)
-
-
-@triton.jit
-def _inverse(
-    sides,  # [SIZE, SIZE] float32, strictly lower triangular
-    SIZE: tl.constexpr,
-):
-    """[SIZE, SIZE] (I + sides)^-1: blocks on the diagonal row by row, all blocks at once, then
-    neighbours joined."""
-    row, col = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    is_near = row // _SIDE == col // _SIDE
-    near = tl.where(is_near, sides, 0.0)
-    found = tl.where(row == col, 1.0, 0.0)
-    for index in range(1, _SIDE):
-        is_next = row % _SIDE == index
-        side = tl.sum(tl.where(is_next, near, 0.0), axis=0)
-        known = tl.sum(tl.where(is_near, side[:, None] * found, 0.0), axis=0)
-        found = tl.where(is_next & is_near, found - known[None, :], found)
-    if SIZE > _SIDE:
-        found = _joined(found, sides, _SIDE, SIZE)
-    if SIZE > 2 * _SIDE:
-        found = _joined(found, sides, 2 * _SIDE, SIZE)
-    return found
-
-
-@triton.jit
-def _solve_chunks_kernel(
-    k_ptr,  # [tokens, key_heads, KEY_DIM]
-    decay_ptr,  # [tokens, heads] float32
-    rate_ptr,  # [tokens, heads] float32
-    starts_ptr,  # [padded_reqs + 1] int32
-    owners_ptr,  # [chunks] int64
-    rows_ptr,  # [chunks, SIZE] int64
-    solved_ptr,  # [chunks, heads, SIZE, SIZE]
-    stride_decay_token,
-    stride_rate_token,
-    reqs,
-    heads,
-    PER_KEY: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    wait_for_inputs(OVERLAPPED)
-    let_next_start(OVERLAPPED)
-    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    owner = tl.load(owners_ptr + chunk)
-    if owner < reqs:
-        end = tl.load(starts_ptr + owner + 1)
-        row = tl.arange(0, SIZE)
-        token = tl.load(rows_ptr + chunk * SIZE) + row
-        is_row = token < end
-        dims = tl.arange(0, BLOCK_K)
-        at_key = (token * (heads // PER_KEY) + head // PER_KEY)[:, None] * KEY_DIM + dims[None, :]
-        k = tl.load(k_ptr + at_key, mask=is_row[:, None] & (dims < KEY_DIM)[None, :], other=0.0)
-        decay = tl.load(decay_ptr + token * stride_decay_token + head, mask=is_row, other=0.0)
-        rate = tl.load(rate_ptr + token * stride_rate_token + head, mask=is_row, other=0.0)
-        total = tl.cumsum(decay, axis=0)
-        is_past = row[:, None] > row[None, :]
-        apart = tl.exp(tl.where(is_past, total[:, None] - total[None, :], float("-inf")))
-        sides = product(k, tl.trans(k), tl.zeros([SIZE, SIZE], tl.float32), WIDEN)
-        sides = rate[:, None] * sides * apart
-        solved = _inverse(sides, SIZE) * rate[None, :]
-        solved_ptr += (chunk * heads + head) * SIZE * SIZE
-        solved = solved.to(solved_ptr.dtype.element_ty)
-        tl.store(solved_ptr + row[:, None] * SIZE + row[None, :], solved)
+_WARPS = 4
 
 
 @triton.jit
@@ -119,18 +36,20 @@ def _state_chunks_kernel(
     places_ptr,  # [tokens] int64
     state_ptr,  # [num_slots, heads, KEY_DIM, VALUE_DIM]
     slots_ptr,  # [padded_reqs, 3] int32
-    inputs_ptr,  # [tokens, channels]
+    inputs_ptr,  # [tokens, parts, PART]
     window_ptr,  # [num_slots, channels, WINDOW]
     out_ptr,  # [tokens, heads, VALUE_DIM]
     stride_decay_token,
     stride_rate_token,
     stride_slots,
     stride_inputs_token,
+    stride_inputs_part,
     heads,
     channels,
     PER_KEY: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    PART: tl.constexpr,
     WINDOW: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -180,7 +99,7 @@ def _state_chunks_kernel(
         nothing = tl.zeros([SIZE, BLOCK_V], tl.float32)
         if solved_ptr is not None:
             at_solved = ((chunk * heads + head) * SIZE + row)[:, None] * SIZE + row[None, :]
-            solved = tl.load(solved_ptr + at_solved)
+            solved = tl.load(solved_ptr + at_solved, mask=sees, other=0.0)
             wrong = v.to(tl.float32) - kept * product(k, held, nothing, WIDEN)
             u = product(solved, wrong.to(k.dtype), nothing, WIDEN)
         else:
@@ -200,7 +119,7 @@ def _state_chunks_kernel(
     part = head * tl.num_programs(0) + tile
     write_window(
         part, inputs_ptr, None, window_ptr, read, written, begin, end - begin,
-        stride_inputs_token, channels, WINDOW, BLOCK_C,
+        stride_inputs_token, stride_inputs_part, channels, PART, WINDOW, BLOCK_C,
     )  # fmt: skip
 
 
@@ -227,7 +146,7 @@ def launch_state_chunks(
     them."""
     heads, value_dim = v.shape[1:]
     key_heads, key_dim = k.shape[1:]
-    reqs, size, channels = slots.shape[0], rows.shape[1], inputs.shape[1]
+    reqs, size, channels = slots.shape[0], rows.shape[1], window.shape[1]
     is_wide = key_dim * k.element_size() > 256
     block_v = min(_WIDE_COLUMNS if is_wide else _COLUMNS, block_dim(value_dim))
     tiles = cdiv(value_dim, block_v)
@@ -235,30 +154,12 @@ def launch_state_chunks(
         "PER_KEY": heads // key_heads,
         "KEY_DIM": key_dim,
         "SIZE": size,
-        "BLOCK_K": block_dim(key_dim),
         "WIDEN": k.dtype == torch.bfloat16 and interpreted(_state_chunks_kernel),
-        "num_warps": 4,
         # With 1 Triton 3.6 keeps a product of 64 rows where others are read from, on Hopper.
         "num_stages": 2,
     }
     if solved is not None:
-        launch(
-            _solve_chunks_kernel,
-            (rows.shape[0], heads),
-            k,
-            decay,
-            rate,
-            starts,
-            owners,
-            rows,
-            solved,
-            decay.stride(0),
-            rate.stride(0),
-            reqs,
-            heads,
-            **sizes,
-            **overlap_options(q.device, _solve_chunks_kernel),
-        )
+        launch_solve_chunks(k, decay, rate, starts, owners, rows, solved)
     launch(
         _state_chunks_kernel,
         (tiles, heads, reqs),
@@ -280,12 +181,16 @@ def launch_state_chunks(
         rate.stride(0),
         slots.stride(0),
         inputs.stride(0),
+        inputs.stride(1),
         heads,
         channels,
         **sizes,
         VALUE_DIM=value_dim,
+        PART=inputs.shape[2],
         WINDOW=window.shape[2],
+        BLOCK_K=block_dim(key_dim),
         BLOCK_V=block_v,
         BLOCK_C=next_power_of_2(cdiv(channels, tiles * heads)),
+        num_warps=_WARPS,
         **overlap_options(q.device, _state_chunks_kernel),
     )

@@ -23,7 +23,7 @@ def slots_of(
 @triton.jit
 def write_window(
     part,  # which of the request's blocks of channels
-    inputs_ptr,  # [tokens, channels]
+    inputs_ptr,  # [tokens, parts, PART]
     path_ptr,  # [num] int64 rows of the request that last, or None: its first ones
     window_ptr,  # [num_slots, channels, WINDOW]
     read,
@@ -31,37 +31,33 @@ def write_window(
     first,  # row of the step
     num,  # of rows that last
     stride_inputs_token,
+    stride_inputs_part,
     channels,
+    PART: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The inputs of a request's last WINDOW tokens, oldest first, of some channels.
 
-    A column is read where it is or further right, and columns are written from the left: the two
-    slots may be one.
+    The two slots may be one: all is read before anything is written.
     """
-    cols = part * BLOCK + tl.arange(0, BLOCK)
-    live = cols < channels
-    read_ptr = window_ptr + (read * channels + cols) * WINDOW
-    written_ptr = window_ptr + (written * channels + cols) * WINDOW
-    for column in tl.static_range(WINDOW):
-        offset = tl.zeros([BLOCK], tl.int32) + num - WINDOW + column
-        is_new = offset >= 0
-        row = offset
-        if path_ptr is not None:
-            row = tl.load(path_ptr + offset, mask=is_new, other=0)
-        new = tl.load(
-            inputs_ptr + (first + row) * stride_inputs_token + cols,
-            mask=live & is_new,
-            other=0.0,
-        )
-        is_old = tl.where(live & (offset < 0), read, 0) != 0
-        old = tl.load(read_ptr + num + column, mask=is_old, other=0.0)
-        tl.store(
-            written_ptr + column,
-            tl.where(is_new, new.to(window_ptr.dtype.element_ty), old),
-            mask=live,
-        )
+    channel = (part * BLOCK + tl.arange(0, BLOCK))[:, None]
+    column = tl.arange(0, triton.next_power_of_2(WINDOW))[None, :]
+    live = (channel < channels) & (column < WINDOW)
+    offset = num - WINDOW + column
+    is_new = offset >= 0
+    row = offset
+    if path_ptr is not None:
+        row = tl.load(path_ptr + offset, mask=is_new & (column < WINDOW), other=0)
+    in_row = channel // PART * stride_inputs_part + channel % PART
+    input_ptrs = inputs_ptr + (first + row) * stride_inputs_token + in_row
+    new = tl.load(input_ptrs, mask=live & is_new, other=0.0)
+    is_old = tl.where(live & (offset < 0), read, 0) != 0
+    read_ptrs = window_ptr + (read * channels + channel) * WINDOW + num + column
+    old = tl.load(read_ptrs, mask=is_old, other=0.0)
+    tl.debug_barrier()
+    written_ptrs = window_ptr + (written * channels + channel) * WINDOW + column
+    tl.store(written_ptrs, tl.where(is_new, new.to(old.dtype), old), mask=live)
 
 
 @triton.jit

@@ -13,7 +13,10 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels._triton.state_parts import product, slots_of, solve, write_window
 
-_COLUMNS = 32  # of a program's states: whole lines of memory
+# (columns of a program's states, warps): of one row each, where programs are many and where they
+# are few, and of rounds.  The fastest on an H200 of 8 to 128 columns and 1 to 16 warps.
+_WIDE, _NARROW, _ROUND = (64, 4), (16, 1), (32, 4)
+_MANY_PROGRAMS = 2048  # wide ones: from there on they fill a GPU several times
 _MANY_ROWS = 32  # whose tiles need twice the warps
 
 
@@ -28,7 +31,7 @@ def _state_rows_kernel(
     sees_ptr,  # [padded_reqs or 1, size, size] bool
     state_ptr,  # [num_slots, heads, KEY_DIM, VALUE_DIM]
     slots_ptr,  # [padded_reqs, 3] int32
-    inputs_ptr,  # [tokens, channels]
+    inputs_ptr,  # [tokens, parts, PART]
     window_ptr,  # [num_slots, channels, WINDOW]
     u_ptr,  # [tokens, heads, VALUE_DIM] float32 or None
     summed_ptr,  # [tokens, heads] float32 or None
@@ -38,6 +41,7 @@ def _state_rows_kernel(
     stride_sees_req,
     stride_slots,
     stride_inputs_token,
+    stride_inputs_part,
     heads,
     channels,
     size,
@@ -45,6 +49,7 @@ def _state_rows_kernel(
     PER_KEY: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    PART: tl.constexpr,
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -52,7 +57,6 @@ def _state_rows_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAPPED)
     tile, head, req = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     read, written = slots_of(slots_ptr, req, stride_slots)
     dims = tl.arange(0, BLOCK_K)
@@ -64,6 +68,7 @@ def _state_rows_kernel(
     state = tl.load(
         state_ptr + read * of_slot + in_slot, mask=tl.where(is_state, read, 0) != 0, other=0.0
     ).to(tl.float32)
+    wait_for_inputs(OVERLAPPED)
     key_heads = heads // PER_KEY
     key_head = head // PER_KEY
     first = req * size
@@ -76,6 +81,12 @@ def _state_rows_kernel(
         decay = tl.load(decay_ptr + first * stride_decay_token + head)
         rate = tl.load(rate_ptr + first * stride_rate_token + head)
         let_next_start(OVERLAPPED)
+        if u_ptr is None:  # while the state is on its way
+            part = head * tl.num_programs(0) + tile
+            write_window(
+                part, inputs_ptr, None, window_ptr, read, written, first, size, stride_inputs_token,
+                stride_inputs_part, channels, PART, WINDOW, BLOCK_C,
+            )  # fmt: skip
         kept = tl.exp(decay)
         if DELTA:
             u = rate * (v - kept * tl.sum(k[:, None] * state, axis=0))
@@ -108,6 +119,12 @@ def _state_rows_kernel(
             other=0,
         ).to(tl.int1)
         let_next_start(OVERLAPPED)
+        if u_ptr is None:  # while the state is on its way
+            part = head * tl.num_programs(0) + tile
+            write_window(
+                part, inputs_ptr, None, window_ptr, read, written, first, size, stride_inputs_token,
+                stride_inputs_part, channels, PART, WINDOW, BLOCK_C,
+            )  # fmt: skip
         total = tl.sum(tl.where(sees, decay[None, :], 0.0), axis=1)
         apart = tl.exp(tl.where(sees, total[:, None] - total[None, :], float("-inf")))
         kept = tl.exp(total)
@@ -135,11 +152,6 @@ def _state_rows_kernel(
     if u_ptr is None:
         behind = behind.to(state_ptr.dtype.element_ty)
         tl.store(state_ptr + written * of_slot + in_slot, behind, mask=is_state)
-        part = head * tl.num_programs(0) + tile
-        write_window(
-            part, inputs_ptr, None, window_ptr, read, written, first, size, stride_inputs_token,
-            channels, WINDOW, BLOCK_C,
-        )  # fmt: skip
 
 
 def launch_state_rows(
@@ -163,10 +175,14 @@ def launch_state_rows(
     checks them."""
     heads, value_dim = v.shape[1:]
     key_heads, key_dim = k.shape[1:]
-    reqs, size, channels = slots.shape[0], sees.shape[1], inputs.shape[1]
+    reqs, size, channels = slots.shape[0], sees.shape[1], window.shape[1]
     rows = 1 if size == 1 else max(16, next_power_of_2(size))
     block_k = next_power_of_2(key_dim) if rows == 1 else max(16, next_power_of_2(key_dim))
-    block_v = min(_COLUMNS, next_power_of_2(value_dim))
+    columns, warps = _ROUND
+    if rows == 1:
+        wide = reqs * heads * cdiv(value_dim, _WIDE[0])
+        columns, warps = _WIDE if wide >= _MANY_PROGRAMS else _NARROW
+    block_v = min(columns, next_power_of_2(value_dim))
     block_v = block_v if rows == 1 else max(16, block_v)
     tiles = cdiv(value_dim, block_v)
     launch(
@@ -191,6 +207,7 @@ def launch_state_rows(
         0 if sees.shape[0] == 1 else sees.stride(0),
         slots.stride(0),
         inputs.stride(0),
+        inputs.stride(1),
         heads,
         channels,
         size,
@@ -198,11 +215,12 @@ def launch_state_rows(
         PER_KEY=heads // key_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
+        PART=inputs.shape[2],
         WINDOW=window.shape[2],
         ROWS=rows,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         BLOCK_C=next_power_of_2(cdiv(channels, tiles * heads)),
-        num_warps=8 if rows >= _MANY_ROWS else 4,
+        num_warps=8 if rows >= _MANY_ROWS else warps,
         **overlap_options(q.device, _state_rows_kernel),
     )

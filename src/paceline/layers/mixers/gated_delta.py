@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
 
 from paceline.attention.linear.inputs import GdnInputs
 from paceline.attention.linear.shape import LinearShape
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel, Span, whole
+from paceline.kernels.decay_rates import decay_rates
+from paceline.kernels.gated_norm import gated_head_norm
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
 from paceline.layers.rank_sum import summed
@@ -63,20 +64,20 @@ class GatedDeltaNet(nn.Module):
         qkv, gates = heads.view(tokens, shape.key_heads, -1).split(
             (sum(self._head), self._head[1]), dim=2
         )
-        beta, decay = rates.float().view(tokens, shape.key_heads, -1).split(shape.per_key, dim=2)
-        rate = softplus(decay.flatten(1) + self.decay_bias) * self.decay_log.exp()
+        decay, beta = decay_rates(
+            rates.view(tokens, shape.key_heads, -1), self.decay_bias, self.decay_log, has_beta=True
+        )
         mixed = ctx.mix(
             self.layer_id,
             GdnInputs(
-                qkv=qkv.flatten(1),
+                qkv=qkv,
                 conv_weight=self.conv_weight,
-                decay=rate.neg_(),
-                beta=beta.flatten(1).sigmoid(),  # in memory of its own: a view has strides
+                decay=decay,
+                beta=beta,
             ),
         )
-        # Qwen3-Next of transformers rounds what is normed, and gated_norm's NORM_GATE does not.
-        gated = self.norm(mixed) * silu(gates.reshape(mixed.shape).float())
-        out: Tensor = self.out(gated.to(x.dtype).flatten(1))
+        gated = gated_head_norm(mixed, gates, self.norm.weight, eps=self.norm.eps)
+        out: Tensor = self.out(gated)
         return out
 
     def conv_target(self) -> Destination:

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
 from paceline.attention.linear.inputs import Mamba2Inputs
 from paceline.attention.linear.shape import LinearShape
 from paceline.core.model.config import GateOrder, ModelConfig
 from paceline.core.parallel import Parallel, whole
+from paceline.kernels.decay_rates import decay_rates
 from paceline.kernels.gated_norm import gated_norm
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
@@ -63,12 +63,14 @@ class Mamba2(nn.Module):
         if self.scales is not None:
             projected.mul_(self.scales)
         z, xbc, dt = projected.split(self.sizes, dim=1)
-        steps = softplus(dt.float() + self.dt_bias).clamp(*self.step_limits)
+        decay, steps = decay_rates(
+            dt.unsqueeze(1), self.dt_bias, self.a_log, limits=self.step_limits, has_beta=False
+        )
         inputs = Mamba2Inputs(
             xbc=xbc,
             conv_weight=self.conv,
             conv_bias=self.conv_bias,
-            decay=-self.a_log.exp() * steps,
+            decay=decay,
             dt=steps,
             skip=self.skip,
         )

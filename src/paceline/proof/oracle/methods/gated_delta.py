@@ -31,7 +31,7 @@ class GatedDelta(Recurrence):
     def given(self, rows: Tensor) -> Any:
         qkv, decay, rate = rows.split((_CHANNELS, _HEADS, _HEADS), dim=1)
         return {
-            "qkv": qkv,
+            "qkv": qkv.unflatten(1, (_KEY_HEADS, -1)),
             "conv_weight": _taps(rows.dtype, rows.device),
             "decay": -decay.float().abs(),
             "beta": rate.float().sigmoid(),
