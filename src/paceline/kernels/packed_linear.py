@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject, require_triton
-from paceline.kernels.act_and_mul import act_and_mul, act_and_mul_reference, check_activation
+from paceline.kernels.act_and_mul import act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, unpack_reference
 from paceline.kernels.skinny_linear import column_splits, require_bias, require_counters
@@ -29,7 +29,8 @@ _UNPACKED = (
 )
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 32768  # a row of words is held in registers
-_ENOUGH_PROGRAMS = 528  # four for each of 132 processors: one waits for each chunk a while
+_ENOUGH_PROGRAMS = (256, 384)  # of a product that reads at full speed, without and with a slice
+_FEW_WAVES = 4224  # rows: programs of 8 rows that run at once; some more would run alone
 _MOST_SPLITS = 8
 
 
@@ -39,12 +40,15 @@ def how_multiplied(dtype: str) -> str:
 
 
 class PackedTile(NamedTuple):
-    """What one program of a product for more than one token computes."""
+    """What one program computes.  For few tokens: slices of its weight's rows, as rows of the
+    matrix unit.  See kernels/_triton/packed_linear.py."""
 
-    tokens: int  # a power of two, at least 16
-    features: int
+    tokens: int  # a power of two; times slices at least 16
+    rows: int  # of the matrix unit, 64 for every four warps
+    slices: int  # of a row's chunks; 0: the kernel for more tokens, which takes them in turns
+    step: int  # chunks that a slice has on their way
     warps: int
-    stages: int  # of chunks on their way
+    stages: int  # of chunks on their way, for more tokens
 
 
 def packed_linear_reference(
@@ -92,20 +96,22 @@ def packed_linear(
     parts = 1 if activation is None else 2
     _check(x, weight, bias, packing, parts)
     (tokens, columns), rows = x.shape, weight.words.shape[0]
-    if activation is not None and tokens > 1:
-        return act_and_mul(packed_linear(x, weight, bias, packing, counters=counters), activation)
+    tile = _tile(tokens, rows)
     out = torch.empty((tokens, rows // parts), dtype=x.dtype, device=x.device)
-    tile = _tile(tokens)
-    tiles = -(-out.shape[1] // tile.features)
+    features = tile.rows // max(1, tile.slices)  # of one program
+    if tile.slices > 0:
+        features //= parts
+    tiles = -(-out.shape[1] // features)
     splits = 1
-    if counters is not None and tokens > 1:
+    if counters is not None and activation is None and tile.slices <= 1:
+        enough = _ENOUGH_PROGRAMS[tile.slices]
         splits = column_splits(
-            tiles, -(-columns // CHUNK), enough=_ENOUGH_PROGRAMS, most=_MOST_SPLITS
+            tiles, -(-columns // CHUNK) // tile.step, enough=enough, most=_MOST_SPLITS
         )
         require_counters(counters, tiles, device=x.device)
     partial = None
     if splits > 1:
-        size = splits * tiles * tile.features * tile.tokens
+        size = splits * tiles * features * tile.tokens
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
     group = packing.group or columns
     scaled = (*weight, packing.kind, group)
@@ -113,10 +119,15 @@ def packed_linear(
     return out
 
 
-def _tile(tokens: int) -> PackedTile:
-    if tokens > 32:
-        return PackedTile(64, 128, 4, 3)
-    return PackedTile(max(16, 1 << (tokens - 1).bit_length()), 64, 4, 3)
+def _tile(tokens: int, rows: int) -> PackedTile:
+    """Of a weight with so many rows."""
+    if tokens <= 2 and not _FEW_WAVES < rows <= 3 * _FEW_WAVES:
+        return PackedTile(2, 64, 8, 2, 4, 1)
+    if tokens <= 4:
+        return PackedTile(4, 64, 4, 2, 4, 1)
+    if tokens <= 16:
+        return PackedTile(16, 64, 1, 2, 4, 1)
+    return PackedTile(1 << (tokens - 1).bit_length(), 64, 0, 1, 4, 4)
 
 
 def _check(

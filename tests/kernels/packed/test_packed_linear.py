@@ -45,11 +45,12 @@ def test_words_hold_codes_and_stand_for_numbers(kind: str, columns: int) -> None
     assert torch.equal(pack_codes(codes, packing.bits), weight.words)
 
 
-def test_the_first_word_holds_every_sixteenth_column() -> None:
-    codes = (torch.arange(128) // 16).to(torch.uint8)[None]
-    assert pack_codes(codes, 4)[0, 0].item() == 0x76543210
-    by_byte = (torch.arange(128) // 32).to(torch.uint8)[None]
-    assert pack_codes(by_byte, 8)[0, 31].item() == 0x03020100
+def test_words_hold_pairs_of_columns_as_the_matrix_unit_reads_them() -> None:
+    column = torch.arange(128)
+    codes = (column // 8 * 2 + column % 2).to(torch.uint8)[None] % 16
+    assert pack_codes(codes, 4)[0, 0].item() == 0x75316420
+    by_byte = column.to(torch.uint8)[None]
+    assert pack_codes(by_byte, 8)[0, 31].item() == 0x7F777E76
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,5 +171,6 @@ def test_other_arguments_are_named() -> None:
         packed_linear(x, weight, None, packing, activation="silu")
     with pytest.raises(KernelArgumentError, match=r"bias must be torch\.bfloat16 \[81\]"):
         packed_linear(x, weight, torch.zeros(3, dtype=torch.bfloat16), packing)
+    x, counters = x.new_zeros(5, 256), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(KernelArgumentError, match="counters must be contiguous int32 with at lea"):
-        packed_linear(x, weight, None, packing, counters=torch.zeros(1, dtype=torch.int32))
+        packed_linear(x, weight, None, packing, counters=counters)
