@@ -1,5 +1,5 @@
-"""Products of few tokens, of plain and packed weights, and of many in fp8, compiled: at the shapes of
-real layers and at the edges of their tiles."""
+"""Products of few tokens, of plain and packed weights, and of many in fp8, compiled: at the shapes
+of real layers and at the edges of their tiles."""
 
 from collections.abc import Callable
 
@@ -62,17 +62,27 @@ def test_gated_products_equal_float64(tokens: int, rows: int, inner: int) -> Non
 
 
 @TOKENS
-def test_a_replayed_chain_never_reads_before_its_input_is_written(tokens: int) -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_replayed_chain_never_reads_before_its_input_is_written(
+    tokens: int, is_packed: bool
+) -> None:
     """Products that start while the one before drains, each reading what that one wrote, their
     parts and counters used again and again: the same bits as with a pause behind each."""
     x, weight, bias = operands(tokens, 1024, 1024)
     counters = arrival_counters(1024, device=x.device)
+    packing = KINDS["int4-g128"]
+    packed = encode(weight, packing)
+
+    def product(out: torch.Tensor) -> torch.Tensor:
+        if is_packed:
+            return packed_linear(out, packed, bias, packing, counters=counters)
+        return skinny_linear(out, weight, bias, counters=counters)
 
     def chain(pause: Callable[[], None]) -> torch.Tensor:
         out = x
         for _ in range(40):
             for _ in range(2):
-                out = skinny_linear(out, weight, bias, counters=counters)
+                out = product(out)
                 pause()
             out = out * 0.5  # a kernel of torch, which starts when all before it have ended
             pause()

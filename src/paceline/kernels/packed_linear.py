@@ -1,9 +1,9 @@
 """packed_linear: x W^T + b with W in codes, which no kernel writes to memory as numbers.
 
 For the few tokens of a decode step the time of a product is that of reading its weight once, and a
-packed weight is a half or a quarter of the plain one.  One token: words become float32 numbers in
-registers, by their bits.  Up to MAX_TOKENS: tiles of numbers go from registers to the matrix unit,
-and each group's part of the sum is scaled in float32, so that a number is rounded nowhere.
+packed weight is a half or a quarter of the plain one.  Words become numbers in registers, by their
+bits, and go from there to the matrix unit; each group's part of the sum is scaled in float32, so
+that a number is rounded nowhere (docs/decisions/103-codes-as-the-matrix-unit-reads-them.md).
 """
 
 from typing import NamedTuple, NoReturn
@@ -29,8 +29,8 @@ _UNPACKED = (
 )
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 32768  # a row of words is held in registers
-_ENOUGH_PROGRAMS = (256, 384)  # of a product that reads at full speed, without and with a slice
-_FEW_WAVES = 4224  # rows: programs of 8 rows that run at once; some more would run alone
+_ENOUGH_PROGRAMS = (256, 384)  # of split products: for more tokens, for 5 to 16
+_ONE_WAVE = 4224  # rows that programs of 8 hold at once; up to three times as many are cut in 4
 _MOST_SPLITS = 8
 
 
@@ -121,7 +121,7 @@ def packed_linear(
 
 def _tile(tokens: int, rows: int) -> PackedTile:
     """Of a weight with so many rows."""
-    if tokens <= 2 and not _FEW_WAVES < rows <= 3 * _FEW_WAVES:
+    if tokens <= 2 and not _ONE_WAVE < rows <= 3 * _ONE_WAVE:
         return PackedTile(2, 64, 8, 2, 4, 1)
     if tokens <= 4:
         return PackedTile(4, 64, 4, 2, 4, 1)
