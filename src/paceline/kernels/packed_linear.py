@@ -21,8 +21,8 @@ from paceline.kernels.stand_in import device_type
 MAX_TOKENS = 64
 _CHOICE = (
     f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear), larger ones "
-    "with numbers made of them (unpack_weight), as a CPU always does; measured on an H200: faster "
-    "than bfloat16 at 1 and 8 tokens, slower at 64 and 600, 0.96x in prefill"
+    "with numbers made of them (unpack_weight), as a CPU always does, or, of fp8 with a scale for "
+    "each row and codes for activations, with rows rounded to fp8 (scaled_linear)"
 )
 _UNPACKED = (
     "every step multiplies with numbers made of codes (unpack_weight): packed_linear has none for "
