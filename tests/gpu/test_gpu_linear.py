@@ -1,12 +1,18 @@
-"""skinny_linear, compiled, at the shapes of real layers and at the edges of its tiles."""
+"""Products of few tokens, of plain and packed weights, and of many in fp8, compiled: at the shapes
+of real layers and at the edges of their tiles."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+from packed_cases import KINDS, random_weight, relative
 
 from paceline.kernels.linear import gated_linear, linear
+from paceline.kernels.packed_linear import packed_linear
+from paceline.kernels.packed_weight import FP8, INT4, PackedWeight, Packing, encode, pack_codes
+from paceline.kernels.scaled_linear import fits_scaled, scaled_linear, scaled_linear_reference
 from paceline.kernels.skinny_linear import MAX_TOKENS, arrival_counters, fits_skinny, skinny_linear
+from paceline.kernels.unpack_weight import unpack_weight
 
 # Warnings of drivers and compilers are shown and fail nothing.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -56,17 +62,27 @@ def test_gated_products_equal_float64(tokens: int, rows: int, inner: int) -> Non
 
 
 @TOKENS
-def test_a_replayed_chain_never_reads_before_its_input_is_written(tokens: int) -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_replayed_chain_never_reads_before_its_input_is_written(
+    tokens: int, is_packed: bool
+) -> None:
     """Products that start while the one before drains, each reading what that one wrote, their
     parts and counters used again and again: the same bits as with a pause behind each."""
     x, weight, bias = operands(tokens, 1024, 1024)
     counters = arrival_counters(1024, device=x.device)
+    packing = KINDS["int4-g128"]
+    packed = encode(weight, packing)
+
+    def product(out: torch.Tensor) -> torch.Tensor:
+        if is_packed:
+            return packed_linear(out, packed, bias, packing, counters=counters)
+        return skinny_linear(out, weight, bias, counters=counters)
 
     def chain(pause: Callable[[], None]) -> torch.Tensor:
         out = x
         for _ in range(40):
             for _ in range(2):
-                out = skinny_linear(out, weight, bias, counters=counters)
+                out = product(out)
                 pause()
             out = out * 0.5  # a kernel of torch, which starts when all before it have ended
             pause()
@@ -81,3 +97,63 @@ def test_a_replayed_chain_never_reads_before_its_input_is_written(tokens: int) -
         graph.replay()
         assert torch.equal(replayed, wanted)
     assert not counters.any()
+
+
+def on_gpu(weight: PackedWeight) -> PackedWeight:
+    return PackedWeight(*(None if part is None else part.cuda() for part in weight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(200, 1056), (1024, 4096), (66, 288)])
+def test_packed_products_equal_float64(kind: str, rows: int, columns: int) -> None:
+    packing = KINDS[kind]
+    weight, numbers = random_weight(rows, columns, packing)
+    weight, numbers = on_gpu(weight), numbers.cuda()
+    rng = torch.Generator("cuda").manual_seed(rows)
+    for dtype, error in ((torch.bfloat16, 2.3e-3), (torch.float16, 2.6e-4)):
+        bias = torch.randn(rows, generator=rng, device="cuda").to(dtype)
+        unpacked = unpack_weight(weight, packing, columns, dtype)
+        assert relative(unpacked, numbers) < error
+        for tokens in (1, 2, 3, 8, 17, MAX_TOKENS):
+            x = torch.randn(tokens, columns, generator=rng, device="cuda").to(dtype)
+            exact = x.double() @ numbers.T + bias.double()
+            counters = arrival_counters(rows, device=x.device)
+            for _ in range(2):
+                ours = packed_linear(x, weight, bias, packing, counters=counters)
+                assert relative(ours, exact) < error
+                assert not counters.any()
+            gate, up = exact.chunk(2, dim=1)
+            gated = packed_linear(x, weight, bias, packing, activation="silu")
+            assert relative(gated, torch.nn.functional.silu(gate) * up) < 4 * error
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_every_code_is_read_in_its_place_whatever_its_scale(tokens: int) -> None:
+    """One number of x at a time, in each column: what comes out is the code's number itself."""
+    columns = 4 * 128
+    codes = torch.arange(columns).repeat(16, 1).add(torch.arange(16)[:, None]) % 16
+    scale = torch.exp2(torch.arange(-60, 4, dtype=torch.float32)).view(16, 4)
+    packing = Packing(INT4, 128, False, torch.float32)
+    weight = on_gpu(PackedWeight(pack_codes(codes.to(torch.uint8), 4), scale, None))
+    numbers = (codes.float() - 8) * scale.repeat_interleave(128, dim=1)
+    for first in range(0, columns, tokens):
+        x = torch.zeros(tokens, columns, dtype=torch.bfloat16)
+        for row, column in enumerate(range(first, min(columns, first + tokens))):
+            x[row, column] = 1.0
+        ours = packed_linear(x.cuda(), weight, None, packing)
+        assert torch.equal(ours.cpu(), (x.float() @ numbers.T).bfloat16())
+
+
+@pytest.mark.parametrize("columns", [4096, 200])
+def test_products_of_rounded_rows_equal_those_with_what_codes_stand_for(columns: int) -> None:
+    packing = Packing(FP8, None, False, torch.float32, rounds_inputs=True)
+    rng = torch.Generator("cuda").manual_seed(columns)
+    numbers = torch.randn(1024, columns, generator=rng, device="cuda")
+    weight = encode(numbers, packing)
+    x = torch.randn(130, columns, generator=rng, device="cuda").bfloat16()
+    x[1], x[2] = x[1] * 1e-6, 0.0
+    assert fits_scaled(x, weight, packing)
+    ours = scaled_linear(x, weight, None, packing)
+    wanted = scaled_linear_reference(x, weight, None, packing)
+    assert relative(ours, wanted.double()) < 2.3e-3
+    assert relative(ours, x.double() @ numbers.T.double()) < 0.05

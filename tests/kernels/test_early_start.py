@@ -80,6 +80,27 @@ def pointers_read(call: ast.Call, body: list[ast.stmt]) -> set[str]:
     return {name for name in names if name.endswith("_ptr")}
 
 
+@cache
+def helpers() -> dict[str, str]:
+    """Functions that kernels may call before they wait -> what such a call is: "load", of weights
+    alone, or "to", of nothing."""
+    found: dict[str, str] = {}
+    functions = [
+        node
+        for path in sorted(FOLDER.glob("*.py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    for function in functions:
+        calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
+        reads = [pointers_read(each, function.body) for each in calls if called(each) == "load"]
+        others = {called(each) for each in calls} - HARMLESS - {"load", "jit"}
+        if not others and all(pointers and pointers <= WEIGHTS for pointers in reads):
+            found[function.name] = "load" if reads else "to"
+    names = [function.name for function in functions]
+    return {name: kind for name, kind in found.items() if names.count(name) == 1}
+
+
 def broken_rules(kernel: ast.FunctionDef, settled: Set[str] = frozenset()) -> list[str]:
     """What of the rule in launch.py a kernel does not keep; settled: pointers it may read early."""
     at = [index for index, statement in enumerate(kernel.body) if is_wait(statement)]
@@ -91,13 +112,14 @@ def broken_rules(kernel: ast.FunctionDef, settled: Set[str] = frozenset()) -> li
             broken.append("returns before it waits")
         if not isinstance(node, ast.Call):
             continue
-        if called(node) == "load":
+        name = helpers().get(called(node), called(node))
+        if name == "load":
             foreign = pointers_read(node, before) - WEIGHTS - settled
             broken += [f"reads {name} before it waits" for name in sorted(foreign)]
-        elif called(node) in WRITES:
-            broken.append(f"calls {called(node)} before it waits")
-        elif called(node) not in HARMLESS:
-            broken.append(f"calls {called(node)}, which may touch memory, before it waits")
+        elif name in WRITES:
+            broken.append(f"calls {name} before it waits")
+        elif name not in HARMLESS:
+            broken.append(f"calls {name}, which may touch memory, before it waits")
     return broken
 
 

@@ -1,9 +1,9 @@
 """packed_linear: x W^T + b with W in codes, which no kernel writes to memory as numbers.
 
 For the few tokens of a decode step the time of a product is that of reading its weight once, and a
-packed weight is a half or a quarter of the plain one.  One token: words become float32 numbers in
-registers, by their bits.  Up to MAX_TOKENS: tiles of numbers go from registers to the matrix unit,
-and each group's part of the sum is scaled in float32, so that a number is rounded nowhere.
+packed weight is a half or a quarter of the plain one.  Words become numbers in registers, by their
+bits, and go from there to the matrix unit; each group's part of the sum is scaled in float32, so
+that a number is rounded nowhere (docs/decisions/103-codes-as-the-matrix-unit-reads-them.md).
 """
 
 from typing import NamedTuple, NoReturn
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject, require_triton
-from paceline.kernels.act_and_mul import act_and_mul, act_and_mul_reference, check_activation
+from paceline.kernels.act_and_mul import act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, unpack_reference
 from paceline.kernels.skinny_linear import column_splits, require_bias, require_counters
@@ -21,15 +21,16 @@ from paceline.kernels.stand_in import device_type
 MAX_TOKENS = 64
 _CHOICE = (
     f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear), larger ones "
-    "with numbers made of them (unpack_weight), as a CPU always does; measured on an H200: faster "
-    "than bfloat16 at 1 and 8 tokens, slower at 64 and 600, 0.96x in prefill"
+    "with numbers made of them (unpack_weight), as a CPU always does, or, of fp8 with a scale for "
+    "each row and codes for activations, with rows rounded to fp8 (scaled_linear)"
 )
 _UNPACKED = (
     "every step multiplies with numbers made of codes (unpack_weight): packed_linear has none for "
 )
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 32768  # a row of words is held in registers
-_ENOUGH_PROGRAMS = 528  # four for each of 132 processors: one waits for each chunk a while
+_ENOUGH_PROGRAMS = (256, 384)  # of split products: for more tokens, for 5 to 16
+_ONE_WAVE = 4224  # rows that programs of 8 hold at once; up to three times as many are cut in 4
 _MOST_SPLITS = 8
 
 
@@ -39,12 +40,15 @@ def how_multiplied(dtype: str) -> str:
 
 
 class PackedTile(NamedTuple):
-    """What one program of a product for more than one token computes."""
+    """What one program computes.  For few tokens: slices of its weight's rows, as rows of the
+    matrix unit.  See kernels/_triton/packed_linear.py."""
 
-    tokens: int  # a power of two, at least 16
-    features: int
+    tokens: int  # a power of two; times slices at least 16
+    rows: int  # of the matrix unit, 64 for every four warps
+    slices: int  # of a row's chunks; 0: the kernel for more tokens, which takes them in turns
+    step: int  # chunks that a slice has on their way
     warps: int
-    stages: int  # of chunks on their way
+    stages: int  # of chunks on their way, for more tokens
 
 
 def packed_linear_reference(
@@ -92,20 +96,22 @@ def packed_linear(
     parts = 1 if activation is None else 2
     _check(x, weight, bias, packing, parts)
     (tokens, columns), rows = x.shape, weight.words.shape[0]
-    if activation is not None and tokens > 1:
-        return act_and_mul(packed_linear(x, weight, bias, packing, counters=counters), activation)
+    tile = _tile(tokens, rows)
     out = torch.empty((tokens, rows // parts), dtype=x.dtype, device=x.device)
-    tile = _tile(tokens)
-    tiles = -(-out.shape[1] // tile.features)
+    features = tile.rows // max(1, tile.slices)  # of one program
+    if tile.slices > 0:
+        features //= parts
+    tiles = -(-out.shape[1] // features)
     splits = 1
-    if counters is not None and tokens > 1:
+    if counters is not None and activation is None and tile.slices <= 1:
+        enough = _ENOUGH_PROGRAMS[tile.slices]
         splits = column_splits(
-            tiles, -(-columns // CHUNK), enough=_ENOUGH_PROGRAMS, most=_MOST_SPLITS
+            tiles, -(-columns // CHUNK) // tile.step, enough=enough, most=_MOST_SPLITS
         )
         require_counters(counters, tiles, device=x.device)
     partial = None
     if splits > 1:
-        size = splits * tiles * tile.features * tile.tokens
+        size = splits * tiles * features * tile.tokens
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
     group = packing.group or columns
     scaled = (*weight, packing.kind, group)
@@ -113,10 +119,15 @@ def packed_linear(
     return out
 
 
-def _tile(tokens: int) -> PackedTile:
-    if tokens > 32:
-        return PackedTile(64, 128, 4, 3)
-    return PackedTile(max(16, 1 << (tokens - 1).bit_length()), 64, 4, 3)
+def _tile(tokens: int, rows: int) -> PackedTile:
+    """Of a weight with so many rows."""
+    if tokens <= 2 and not _ONE_WAVE < rows <= 3 * _ONE_WAVE:
+        return PackedTile(2, 64, 8, 2, 4, 1)
+    if tokens <= 4:
+        return PackedTile(4, 64, 4, 2, 4, 1)
+    if tokens <= 16:
+        return PackedTile(16, 64, 1, 2, 4, 1)
+    return PackedTile(1 << (tokens - 1).bit_length(), 64, 0, 1, 4, 4)
 
 
 def _check(

@@ -3,13 +3,16 @@
     W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g],  g = k // group
 
 Codes are unsigned integers, or e4m3 numbers, which have no zero.  Every checkpoint's codes are
-brought into one order, in which a kernel finds neighbours of x beside each other: of each CHUNK
-columns, word w holds those with the same w, one in each field, the lowest bits first:
+brought into one order, that of the matrix unit's left operand (PTX ISA, wgmma fragments of A): 16
+bytes that lie together are what one thread multiplies of one row of a CHUNK, in pairs of columns
+of which a word has one number in either half.  With q = 16 / bits pairs in a word, a chunk's
+words are 16 h + 4 t + i and
 
-    column 128 c + f * words + w  =  field f of word w of chunk c,   words = 128 * bits / 32
+    column 8 q (4 h + i) + 8 j + 2 t + p  =  field j + q p of word 16 h + 4 t + i,
+    0 <= h < bits / 4,  0 <= i, t < 4,  0 <= j < q,  0 <= p < 2
 
-Example of 4 bits: 16 words; the first holds columns 0, 16, 32, ... 112 of its chunk.  The last
-chunk is filled up with codes that nothing multiplies.
+Example of 4 bits: the first word holds columns 0, 8, 16, 24 and 1, 9, 17, 25 of its chunk, the
+lowest bits first.  The last chunk is filled up with codes that nothing multiplies.
 """
 
 from dataclasses import dataclass
@@ -33,10 +36,12 @@ class Packing:
     group: int | None  # columns that share a scale; None: all
     has_zeros: bool  # of integers; without, zero is half of what codes can be
     scale_dtype: torch.dtype
+    rounds_inputs: bool = False  # products of many rows round these to codes, too: fp8 of rows
 
     def __post_init__(self) -> None:
         assert self.group is None or self.group in _GROUPS, self
         assert self.kind != FP8 or not self.has_zeros, self
+        assert not self.rounds_inputs or (self.kind == FP8 and self.group is None), self
 
     @property
     def bits(self) -> int:
@@ -76,22 +81,24 @@ class PackedWeight(NamedTuple):
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """codes [rows, columns] uint8 -> words [rows, num_words] int32, on the same device."""
     rows, columns = codes.shape
-    fields, count = 32 // bits, CHUNK * bits // 32
+    halves, pairs = bits // 4, 16 // bits
     padded = torch.nn.functional.pad(codes, (0, -columns % CHUNK))
-    by_field = padded.view(rows, -1, fields, count).to(torch.int32)
-    words = torch.zeros(rows, by_field.shape[1], count, dtype=torch.int32, device=codes.device)
-    for field in range(fields):
-        words |= by_field[:, :, field] << bits * field
+    parts = padded.view(rows, -1, halves, 4, pairs, 4, 2).to(torch.int32)  # h, i, j, t, p
+    words = torch.zeros(rows, parts.shape[1], halves, 4, 4, dtype=torch.int32, device=codes.device)
+    for j in range(pairs):
+        for p in range(2):
+            words |= parts[:, :, :, :, j, :, p].transpose(3, 4) << bits * (j + pairs * p)
     return words.flatten(1)
 
 
 def unpack_codes(words: Tensor, bits: int, columns: int) -> Tensor:
     """As they were packed: [rows, columns] uint8."""
-    fields, count = 32 // bits, CHUNK * bits // 32
+    halves, pairs = bits // 4, 16 // bits
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     # The sign bit is a code's: what an arithmetic shift brings in is masked away.
-    chunks = words.view(words.shape[0], -1, 1, count)
-    codes = (chunks >> shifts.view(fields, 1)) & ((1 << bits) - 1)
+    fields = (words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
+    by_field = fields.view(words.shape[0], -1, halves, 4, 4, 2, pairs)  # h, t, i, p, j
+    codes = by_field.permute(0, 1, 2, 4, 6, 3, 5)
     return codes.flatten(1)[:, :columns].to(torch.uint8)
 
 

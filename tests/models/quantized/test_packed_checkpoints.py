@@ -95,10 +95,25 @@ def test_codes_that_stay_give_the_logits_of_their_numbers(
     kept = packings(folder)
     ours, numbers = load(folder, kept), load(folder, PLAIN)
     assert num_packed(ours) == 4 * 2  # qkv, out, gate and up, down; the head is plain
+    rounds = any(packing.rounds_inputs for packing in kept.by_module.values())
+    # Activations of "fp8-rows" are plain; a block of "fp8-block" holds all columns of some layers.
+    assert rounds == (format_ in ("fp8", "fp8-block", "modelopt-fp8"))
     wanted = logits(numbers, folder)
     assert (logits(ours, folder) - wanted).abs().max() < 1e-5 * wanted.abs().max()
     size = sum(p.nbytes for p in ours.parameters())
     assert size < sum(p.nbytes for p in numbers.parameters())
+
+
+def test_rows_are_rounded_where_the_file_has_codes_for_activations(
+    plain: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "quantised"
+    quantise(plain, "fp8-rows", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    group["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert {packing.rounds_inputs for packing in packings(folder).by_module.values()} == {True}
 
 
 @pytest.mark.parametrize("format_", ["mxfp4-linear", "nvfp4"])
@@ -161,7 +176,7 @@ def test_ranks_hold_their_part_of_words(format_: str, tmp_path: Path) -> None:
 
 def test_plain_weights_become_fp8_as_they_are_read(plain: Path) -> None:
     kept = packings(plain, quantization="fp8")
-    assert kept.made == Packing(FP8, None, False, torch.float32)
+    assert kept.made == Packing(FP8, None, False, torch.float32, rounds_inputs=True)
     ours = load(plain, kept)
     assert num_packed(ours) == 8
     numbers = load(plain, PLAIN).decoder.layers[1].mlp.down.weight

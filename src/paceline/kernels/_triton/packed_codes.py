@@ -2,84 +2,182 @@
 
 An integer of a few bits, put into the mantissa of a float whose exponent is known, makes that float
 a known number plus the code: an `and` with an `or`, which are one instruction, and a subtraction.
+Both halves of a word are subtracted from at once, in the place where the matrix unit reads them.
 """
 
 import triton
 import triton.language as tl
 
+from paceline.kernels.packed_weight import CHUNK
+
+_CHUNK = tl.constexpr(CHUNK)
+
 
 @triton.jit
-def half_numbers(
-    words,  # [..., WORDS] int32
-    zero,  # float32, to broadcast with words: of integers, what a code of 0 stands above
-    FIELD: tl.constexpr,
+def chunk_numbers(
+    words,  # [ROWS, WORDS // 16, 16] int32 of one chunk
+    zero,  # int32, to broadcast with words: of integers, which code is 0
+    ROWS: tl.constexpr,
     KIND: tl.constexpr,
     DTYPE: tl.constexpr,  # tl.bfloat16 or tl.float16
-    WIDEN: tl.constexpr,  # the interpreter computes no bfloat16: float32 instead
+    INTERPRETED: tl.constexpr,
 ):
-    """The codes of one field, less their zero: exact in either dtype."""
-    WIDE: tl.constexpr = tl.float32 if WIDEN else DTYPE
+    """[ROWS, CHUNK] codes less their zero, exact in DTYPE; the interpreter, which computes no
+    bfloat16, has float32.  As words lie, no number leaves the thread that read it."""
     if KIND == "int4":
-        # Fields f and f + 4 lie in the halves of one word: 128 + code of bfloat16, whose mantissa
-        # has 7 bits, 1024 + code of float16.
-        MAGIC: tl.constexpr = 0x43004300 if tl.bfloat16 == DTYPE else 0x64006400
-        ABOVE: tl.constexpr = 128.0 if tl.bfloat16 == DTYPE else 1024.0
-        pair = ((words >> 4 * (FIELD % 4)) & 0x000F000F) | MAGIC
-        number = _half(pair, FIELD // 4, DTYPE).to(WIDE) - (zero + ABOVE).to(WIDE)
-    elif KIND == "int8":
-        wide = (((words >> 8 * FIELD) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)
-        number = (wide - (zero + 8388608.0)).to(WIDE)
-    elif WIDEN:
-        number = raised(words, FIELD, KIND)[0] * 1329227995784915872903807060280344576.0
+        a = _pair(words, zero, 0, KIND, DTYPE, INTERPRETED)
+        b = _pair(words, zero, 1, KIND, DTYPE, INTERPRETED)
+        c = _pair(words, zero, 2, KIND, DTYPE, INTERPRETED)
+        d = _pair(words, zero, 3, KIND, DTYPE, INTERPRETED)
+        fields = tl.join(tl.join(a, c), tl.join(b, d))  # h, 16, p, high of j, low of j
+        fields = tl.reshape(fields, (ROWS, 4, 4, 2, 2, 2))
+        fields = tl.permute(fields, (0, 2, 4, 5, 1, 3))  # i, j, t, p
     else:
-        # Fields 1 and 3 are the high bytes of the halves, 0 and 2 the low ones.  e4m3's exponent
-        # in a wider one counts from another bias, which a product with a power of two mends.
-        moved = words << 8 if FIELD % 2 == 0 else words
-        SIGNS: tl.constexpr = -2147450880
-        if tl.bfloat16 == DTYPE:
-            pair = (moved & SIGNS) | ((moved >> 4) & 0x07F007F0)
-            number = _half(pair, FIELD // 2, DTYPE) * 1329227995784915872903807060280344576.0
-        else:
-            pair = (moved & SIGNS) | ((moved >> 1) & 0x3F803F80)
-            number = _half(pair, FIELD // 2, DTYPE) * 256.0
-    return number
+        a = _pair(words, zero, 0, KIND, DTYPE, INTERPRETED)
+        b = _pair(words, zero, 1, KIND, DTYPE, INTERPRETED)
+        fields = tl.reshape(tl.join(a, b), (ROWS, 2, 4, 4, 2, 2))  # h, t, i, p, j
+        fields = tl.permute(fields, (0, 1, 3, 5, 2, 4))
+    return tl.reshape(fields, (ROWS, _CHUNK))
 
 
 @triton.jit
-def _half(pair, UPPER: tl.constexpr, DTYPE: tl.constexpr):
-    bits = pair >> 16 if UPPER else pair
-    return bits.to(tl.int16).to(DTYPE, bitcast=True)
+def part_of(
+    numbers,  # [ROWS, CHUNK]
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,  # 1, 2 or 4
+    ROWS: tl.constexpr,
+):
+    """[ROWS, CHUNK // PARTS] of its columns."""
+    part = numbers
+    if PARTS == 4:
+        part = _half(part, PART // 2, ROWS, _CHUNK)
+        part = _half(part, PART % 2, ROWS, _CHUNK // 2)
+    elif PARTS == 2:
+        part = _half(part, PART, ROWS, _CHUNK)
+    return part
 
 
 @triton.jit
-def raised(
-    words,  # [..., WORDS] int32
-    FIELD: tl.constexpr,
+def group_of_word(
+    GROUP: tl.constexpr,  # columns; 0: all
+    WORDS: tl.constexpr,  # of a chunk
+):
+    """[WORDS // 16, 16], or [1, 1] where a chunk has one: its columns' group in the chunk."""
+    if GROUP == 0 or GROUP == _CHUNK:
+        group = tl.full((1, 1), 0, tl.int32)
+    else:
+        runs = tl.arange(0, WORDS // 16)[:, None] * 4 + tl.arange(0, 16)[None, :] % 4
+        group = runs * (512 // WORDS) // GROUP
+    return group
+
+
+@triton.jit
+def _half(numbers, IS_RIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    by_half = tl.reshape(numbers, (ROWS, 2, COLUMNS // 2))
+    left, right = tl.split(tl.permute(by_half, (0, 2, 1)))
+    return right if IS_RIGHT else left
+
+
+@triton.jit
+def _pair(
+    words,
+    zero,
+    J: tl.constexpr,  # of a word's pairs
     KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """(value, factor): value * factor is the code of one field plus factor, as float32; of e4m3 the
-    number itself.  Nothing is subtracted: a sum of products with x is too high by factor times the
-    sum of x, which is known before."""
-    if KIND == "int4":
-        # Four moves of a word bring its eight fields to bits 11, 15 and 19 of a mantissa of 23.
-        if FIELD == 0:
-            moved = words << 19
-        elif FIELD < 4:
-            moved = words << 7
-        elif FIELD < 7:
-            moved = words >> 5
-        else:
-            moved = words >> 9
-        PLACE: tl.constexpr = 19 if FIELD % 7 == 0 else 7 + 4 * ((FIELD - 1) % 3 + 1)
-        value = ((moved & (0xF << PLACE)) | 0x3F800000).to(tl.float32, bitcast=True)
-        FACTOR: tl.constexpr = 2.0 ** (23 - PLACE)
-    elif KIND == "int8":
-        moved = words << 15 - 8 * FIELD if FIELD < 2 else words >> 8 * FIELD - 15
-        value = ((moved & 0x7F8000) | 0x3F800000).to(tl.float32, bitcast=True)
-        FACTOR: tl.constexpr = 256.0
+    """[..., 2] the numbers of fields j and j + q of each word."""
+    IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
+    BITS: tl.constexpr = 4 if KIND == "int4" else 8
+    # 128 + code in bfloat16, 1024 + code in float16.
+    MAGIC: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400
+    less = (zero * 0x00010001) | MAGIC
+    if KIND == "fp8":
+        low, high = _fp8_pair(words << 8 if J == 0 else words, DTYPE, INTERPRETED)
+    elif KIND == "int8" and IS_BF16:
+        # 8 bits are more than a mantissa of 7 has room for: by way of float32.
+        above = zero.to(tl.float32) + 8388608.0
+        low = ((words >> 8 * J) & 0xFF | 0x4B000000).to(tl.float32, bitcast=True) - above
+        high = ((words >> 8 * J + 16) & 0xFF | 0x4B000000).to(tl.float32, bitcast=True) - above
+        if not INTERPRETED:
+            low, high = low.to(DTYPE), high.to(DTYPE)
+    elif INTERPRETED:
+        pair = ((words >> BITS * J) & (0x00010001 * ((1 << BITS) - 1))) | MAGIC
+        low, high = _low(pair, DTYPE) - _low(less, DTYPE), _high(pair, DTYPE) - _low(less, DTYPE)
     else:
-        moved = words << 24 - 8 * FIELD
-        bits = (moved & -2147483648) | ((moved >> 4) & 0x07F00000)
-        value = bits.to(tl.float32, bitcast=True)
-        FACTOR: tl.constexpr = 1267650600228229401496703205376.0  # 2 ** 100, of 2 ** 120
-    return value, FACTOR
+        # Of `and` and `or` with two constants compilers make two instructions.
+        MASK: tl.constexpr = "0x000F000F, " if KIND == "int4" else "0x00FF00FF, "
+        OPERATION: tl.constexpr = (
+            "0x43004300, 0xEA; sub.rn.bf16x2" if IS_BF16 else "0x64006400, 0xEA; sub.rn.f16x2"
+        )
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 r; lop3.b32 r, $2, " + MASK + OPERATION + " r, r, $3; "
+            "mov.b32 {$0, $1}, r; }",
+            "=h,=h,r,r",
+            [words >> BITS * J, tl.broadcast_to(less, words.shape)],
+            dtype=(tl.int16, tl.int16),
+            is_pure=True,
+            pack=1,
+        )
+        low, high = low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _fp8_pair(
+    moved,  # int32: the codes are the upper bytes of its halves
+    DTYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Their numbers.  e4m3's exponent in a wider one counts from another bias, which a product
+    with a power of two mends."""
+    IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
+    if INTERPRETED:
+        SIGNS: tl.constexpr = -2147450880
+        pair = (moved & SIGNS) | ((moved >> 4) & 0x07F007F0)
+        power = 1329227995784915872903807060280344576.0  # 2 ** 120
+        if not IS_BF16:
+            pair = (moved & SIGNS) | ((moved >> 1) & 0x3F803F80)
+            power = 256.0
+        low, high = _low(pair, DTYPE) * power, _high(pair, DTYPE) * power
+    else:
+        PLACED: tl.constexpr = (
+            "shr.b32 r, $2, 4; and.b32 r, r, 0x07F007F0; "
+            if IS_BF16
+            else "shr.b32 r, $2, 1; and.b32 r, r, 0x3F803F80; "
+        )
+        MENDED: tl.constexpr = (
+            "mov.b32 m, 0x7B807B80; mul.rn.bf16x2"
+            if IS_BF16
+            else "mov.b32 m, 0x5C005C00; mul.rn.f16x2"
+        )
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 r, m; "
+            + PLACED
+            + "lop3.b32 r, $2, 0x80008000, r, 0xEA; "
+            + MENDED
+            + " r, r, m; mov.b32 {$0, $1}, r; }",
+            "=h,=h,r",
+            [moved],
+            dtype=(tl.int16, tl.int16),
+            is_pure=True,
+            pack=1,
+        )
+        low, high = low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _low(pair, DTYPE: tl.constexpr):
+    """float32 of the lower halves."""
+    if tl.bfloat16 == DTYPE:
+        half = (pair << 16).to(tl.float32, bitcast=True)
+    else:
+        half = pair.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return half
+
+
+@triton.jit
+def _high(pair, DTYPE: tl.constexpr):
+    return _low(pair >> 16, DTYPE)

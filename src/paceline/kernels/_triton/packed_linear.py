@@ -1,177 +1,353 @@
 """Triton kernels of packed_linear; see kernels/packed_linear.py for the definition.
 
-One token: each program holds whole rows of words in registers, asked for in one go, before it waits
-for x.  Words are seen in fours, which one load brings and in which a row of x lies without gaps.
-More tokens: the product is taken transposed, [features, tokens] = W x^T, chunk by chunk; each field
-of a chunk's words is a tile of neighbouring columns.  Split sums meet as in skinny_linear.
+Both take the product transposed, [rows, tokens] = W x^T, chunk by chunk.  A packed weight lies as
+the matrix unit reads its left operand, so that words go from memory through two or three
+instructions into it, and each group's part of the sum is scaled in float32.
+
+Few tokens: a program holds whole rows of words in registers, asked for in one go, before it waits
+for x.  So that its warps have work, a row's chunks are cut into slices, and the matrix unit gets
+slices of rows as rows and slices of tokens as tokens; of all products those of equal slices are
+taken, and added.  Worked example, 2 slices of 8 rows and of 8 tokens: rows 0..7 of the tile hold
+the left halves of the weight's rows, 8..15 their right halves, columns 0..7 the tokens' left
+halves; out[r, t] is tile[r, t] + tile[8 + r, 8 + t].
+
+More tokens: a loop with chunks on their way.  Split sums meet as in skinny_linear.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels._triton.packed_codes import half_numbers, raised
+from paceline.kernels._triton.packed_codes import chunk_numbers, group_of_word, part_of
 from paceline.kernels._triton.primitives import biased_activation, dot
-from paceline.kernels._triton.runtime import cdiv, interpreted, next_power_of_2, require_runnable
+from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
 from paceline.kernels.packed_linear import PackedTile
 from paceline.kernels.packed_weight import CHUNK, PackedWeight
 
-_QUADS_HELD = 16  # by one thread, for one token
-_MOST_FEATURES = 64
+_CHUNK = tl.constexpr(CHUNK)
 
 
 @triton.jit
-def _packed_row_kernel(
-    x_ptr,  # [columns]
-    weight_ptr,  # [rows, num_words] int32
-    scale_ptr,  # [rows, groups]
-    zero_ptr,  # [rows, groups] uint8, or None
-    bias_ptr,  # [rows] or None
-    out_ptr,  # [out_features]
-    out_features,  # rows, or half of them with ACTIVATION: those of ups lie behind
-    columns,
-    num_words,
-    groups,
-    ACTIVATION: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,  # columns; 0: all
-    WORDS: tl.constexpr,  # of a chunk
-    FIELDS: tl.constexpr,  # of a word
+def _feature(
+    local,  # of a tile's FEATURES rows
+    tile,
+    out_features,
     FEATURES: tl.constexpr,
-    BLOCK_QUADS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    IS_GATED: tl.constexpr,
 ):
-    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2
-    local = tl.arange(0, PARTS * FEATURES)
-    features = tl.program_id(0) * FEATURES + local % FEATURES
-    live = features < out_features
-    rows = (features + (local // FEATURES) * out_features).to(tl.int64)
-    quads = tl.arange(0, BLOCK_QUADS)
-    four = tl.arange(0, 4)
-    inside = quads * 4 < num_words
-    # Quads come first: Triton gives the first dimension of equals to threads, and rows, which share
-    # x, stay within one.
-    at = quads[:, None, None] * 4 + four[None, None, :]
-    words = tl.load(
-        weight_ptr + rows[None, :, None] * num_words + at,
-        mask=inside[:, None, None] & live[None, :, None],
-        other=0,
-        eviction_policy="evict_first",
-    )
-    let_next_start(OVERLAPPED)
-    wait_for_inputs(OVERLAPPED)
-
-    CHUNK_COLUMNS: tl.constexpr = WORDS * FIELDS
-    IN_GROUP: tl.constexpr = FIELDS if GROUP == 0 else GROUP // WORDS  # fields of one group
-    chunk = quads // (WORDS // 4)
-    first = chunk * CHUNK_COLUMNS + (quads % (WORDS // 4)) * 4  # column of field 0
-    cols = first[:, None, None] + four[None, None, :]
-    HALF: tl.constexpr = 8.0 if KIND == "int4" else 128.0
-    acc = tl.zeros([BLOCK_QUADS, PARTS * FEATURES], tl.float32)
-    for part in tl.static_range(FIELDS // IN_GROUP):
-        products = tl.zeros([BLOCK_QUADS, PARTS * FEATURES, 4], tl.float32)
-        sums = tl.zeros([BLOCK_QUADS, 1, 4], tl.float32)  # of x
-        too_high = tl.zeros([BLOCK_QUADS, 1, 4], tl.float32)
-        for step in tl.static_range(IN_GROUP):
-            value, factor = raised(words, part * IN_GROUP + step, KIND)
-            column = cols + (part * IN_GROUP + step) * WORDS
-            x = tl.load(x_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-            scaled = x * factor
-            products += value * scaled
-            if zero_ptr is not None:
-                sums += x
-                too_high += scaled
-            else:
-                too_high += x * (factor + HALF)
-        total = tl.sum(products, axis=2)
-        place = rows[None, :] * groups
-        held = inside[:, None] & live[None, :]
-        if GROUP > 0:
-            group = chunk * (CHUNK_COLUMNS // GROUP) + part
-            place += group[:, None]
-            held = held & (group < groups)[:, None]
-        if KIND != "fp8":
-            if zero_ptr is not None:
-                zero = tl.load(zero_ptr + place, mask=held, other=0).to(tl.float32)
-                total -= zero * tl.sum(sums, axis=2)
-            total -= tl.sum(too_high, axis=2)
-        if GROUP > 0:
-            total *= tl.load(scale_ptr + place, mask=held, other=0.0).to(tl.float32)
-        acc += total
-    product = tl.sum(acc, axis=0)
-    if GROUP == 0:
-        product *= tl.load(scale_ptr + rows, mask=live, other=0.0).to(tl.float32)
-    if KIND == "fp8":
-        product *= 1048576.0  # 2 ** 20, what `raised` leaves of 2 ** 120
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    if ACTIVATION is not None:
-        gate, up = tl.split(tl.trans(tl.reshape(product, (2, FEATURES))))
-        at_out = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
-        is_out = at_out < out_features
-        result = biased_activation(
-            gate, up, bias_ptr, at_out, is_out, out_features, ACTIVATION, DTYPE
-        )
-        tl.store(out_ptr + at_out, result, mask=is_out)
+    """(row of the weight, whether there is one); a gated tile has rows of gates, then of ups."""
+    if IS_GATED:
+        HALF: tl.constexpr = FEATURES // 2
+        feature = tile * HALF + local % HALF
+        row = feature + (local // HALF) * out_features
     else:
-        result = biased_activation(
-            product, product, bias_ptr, features, live, out_features, None, DTYPE
-        )
-        tl.store(out_ptr + features, result, mask=live)
+        feature = tile * FEATURES + local
+        row = feature
+    return row, feature < out_features
 
 
 @triton.jit
-def _chunk_product(
-    words,  # [BLOCK_FEATURES, WORDS] int32
-    x_ptrs,  # [BLOCK_TOKENS, WORDS] where field 0's columns of the chunk are
-    acc,  # [BLOCK_FEATURES, BLOCK_TOKENS] float32
-    scale_ptrs,  # [BLOCK_FEATURES] of the chunk's first group
-    zero_ptrs,  # [BLOCK_FEATURES], or None
-    live_rows,  # [BLOCK_FEATURES]
-    live_tokens,  # [BLOCK_TOKENS]
-    columns_left,  # from the chunk's first on
-    groups_left,
+def _read_words(
+    weight_ptr,  # [ROWS // 2, 2, WORDS // 16, 16]
+    words_left,  # [ROWS // 2, 2] from there on
+    first,  # chunk
+    COUNT: tl.constexpr,
+    WORDS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """COUNT chunks' words."""
+    words = ()
+    for u in tl.static_range(COUNT):
+        ahead = (first + u) * WORDS
+        if MASKED:
+            live = (ahead < words_left)[:, :, None, None]
+            read = tl.load(weight_ptr + ahead, mask=live, other=0, eviction_policy="evict_first")
+        else:
+            read = tl.load(weight_ptr + ahead, eviction_policy="evict_first")
+        words = words + (read,)  # noqa: RUF005  Triton knows no stars
+    return words
+
+
+@triton.jit
+def _read_inputs(
+    x_ptrs,  # [columns of the tile] of a token's slice
+    live,  # [columns of the tile]
+    columns_left,  # [columns of the tile] from there on
+    first,  # chunk
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """COUNT chunks of x, in parts that share a scale: [columns of the tile, GROUP] each."""
+    PART: tl.constexpr = _CHUNK if GROUP == 0 else GROUP
+    xs = ()
+    for part in tl.static_range(COUNT * (_CHUNK // PART)):
+        ahead = first * _CHUNK + part * PART + tl.arange(0, PART)
+        mask = live[:, None]
+        if MASKED:
+            mask = mask & (ahead[None, :] < columns_left[:, None])
+        x = tl.load(x_ptrs[:, None] + ahead[None, :], mask=mask, other=0.0)
+        xs = xs + (x,)  # noqa: RUF005
+    return xs
+
+
+@triton.jit
+def _numbers(
+    words,  # [ROWS, WORDS // 16, 16]
+    zero_ptr,  # [rows, groups], or None
+    places,  # [ROWS] of each row's first group in the chunk
+    groups_left,  # [ROWS], or a number: from the chunk's first on
+    ROWS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     WORDS: tl.constexpr,
-    FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
-    WIDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """[ROWS, CHUNK] codes less their zeros."""
+    if zero_ptr is None:
+        zero = tl.full((1, 1, 1), 8 if KIND == "int4" else 128, tl.int32)
+    else:
+        group = group_of_word(GROUP, WORDS)[None, :, :]
+        held = group < groups_left[:, None, None]
+        zero = tl.load(zero_ptr + places[:, None, None] + group, mask=held, other=0).to(tl.int32)
+    return chunk_numbers(words, zero, ROWS, KIND, DTYPE, INTERPRETED)
+
+
+@triton.jit
+def _add_products(
+    acc,  # [ROWS, columns of the tile] float32
+    numbers,  # [ROWS, CHUNK]
+    xs,  # [columns of the tile, GROUP] each
+    scale_ptr,  # [rows, groups]
+    places,  # [ROWS]
+    groups_left,  # [ROWS]
+    FIRST: tl.constexpr,  # of xs
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """acc and what one chunk adds to it."""
-    IN_GROUP: tl.constexpr = FIELDS if GROUP == 0 else GROUP // WORDS
-    HALF: tl.constexpr = 8.0 if KIND == "int4" else 128.0
-    word = tl.arange(0, WORDS)
-    for part in tl.static_range(FIELDS // IN_GROUP):
-        held = live_rows & (tl.full((1,), part, tl.int32) < groups_left)
-        zero = tl.full((1, 1), HALF, tl.float32)
-        if zero_ptrs is not None:
-            zero = tl.load(zero_ptrs + part, mask=held, other=0).to(tl.float32)[:, None]
-        total = tl.zeros(acc.shape, tl.float32) if GROUP > 0 else acc
-        for step in tl.static_range(IN_GROUP):
-            field = part * IN_GROUP + step
-            inside = (field * WORDS + word < columns_left)[None, :]
-            x = tl.load(x_ptrs + field * WORDS, mask=live_tokens[:, None] & inside, other=0.0)
-            numbers = half_numbers(words, zero, field, KIND, DTYPE, WIDEN)
-            total = dot(numbers, tl.trans(x), total, WIDEN)
-        if GROUP > 0:
-            scale = tl.load(scale_ptrs + part, mask=held, other=0.0).to(tl.float32)
-            acc += total * scale[:, None]
-        else:
-            acc = total
+    PARTS: tl.constexpr = 1 if GROUP == 0 else _CHUNK // GROUP
+    nothing = tl.zeros(acc.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        of_part = part_of(numbers, part, PARTS, ROWS)
+        product = dot(of_part, tl.trans(xs[FIRST + part]), nothing, INTERPRETED)
+        scale = tl.load(scale_ptr + places + part, mask=part < groups_left, other=0.0)
+        acc += product * scale.to(tl.float32)[:, None]
     return acc
 
 
+@triton.jit
+def _meet(
+    acc,  # [FEATURES, TOKENS] float32
+    partial_ptr,  # [SPLITS, tiles, FEATURES, TOKENS] float32
+    counters_ptr,  # [tiles] int32, all 0
+    tile,
+    split,
+    SPLITS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """(the sum of all splits in order, whether this program is the last to arrive, which has
+    it)."""
+    tiles = tl.num_programs(0)
+    place = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    part_size: tl.constexpr = FEATURES * TOKENS
+    tl.store(partial_ptr + (split * tiles + tile) * part_size + place, acc)
+    tl.debug_barrier()  # every thread's part is written before the arrival is counted
+    is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        acc = tl.zeros([FEATURES, TOKENS], tl.float32)
+        for part in tl.static_range(SPLITS):
+            part_ptr = partial_ptr + (part * tiles + tile) * part_size
+            acc += tl.load(part_ptr + place, cache_modifier=".cg")
+        tl.store(counters_ptr + tile, 0)
+    return acc, is_last
+
+
+@triton.jit
+def _write(
+    acc,  # [features, TOKENS] float32
+    up,  # like acc
+    bias_ptr,
+    out_ptr,  # [tokens, out_features]
+    features,  # [features]
+    tokens,
+    out_features,
+    ACTIVATION: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.arange(0, TOKENS)
+    live = (features < out_features)[:, None]
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    result = biased_activation(
+        acc, up, bias_ptr, features[:, None], live, out_features, ACTIVATION, DTYPE
+    )
+    out_ptrs = out_ptr + token.to(tl.int64)[None, :] * out_features + features[:, None]
+    tl.store(out_ptrs, result, mask=live & (token < tokens)[None, :])
+
+
 @triton.jit(do_not_specialize=["tokens"])
-def _packed_rows_kernel(
+def _packed_few_kernel(
     x_ptr,  # [tokens, columns]
     weight_ptr,  # [rows, num_words] int32
     scale_ptr,  # [rows, groups]
     zero_ptr,  # [rows, groups] uint8, or None
     bias_ptr,  # [rows] or None
     out_ptr,  # [tokens, out_features]
-    partial_ptr,  # [SPLITS, tiles, BLOCK_FEATURES, BLOCK_TOKENS] float32, or None
+    partial_ptr,  # [SPLITS, tiles, FEATURES, TOKENS] float32, or None
+    counters_ptr,  # [tiles] int32, all 0, or None
+    stride_x_token,
+    tokens,
+    out_features,  # rows, or half of them with ACTIVATION: those of ups lie behind
+    columns,
+    num_words,
+    groups,
+    steps,  # of a slice
+    ACTIVATION: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,  # columns; 0: all
+    WORDS: tl.constexpr,  # of a chunk
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,  # of the tile: SLICES times those of the weight
+    SLICES: tl.constexpr,  # of the columns of a split
+    SPLITS: tl.constexpr,
+    STEP: tl.constexpr,  # chunks at a time
+    MASKED: tl.constexpr,  # slices end behind the last column, or tiles behind the last row
+    OVERLAPPED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    FEATURES: tl.constexpr = ROWS // SLICES  # rows of the weight
+    IS_GATED: tl.constexpr = ACTIVATION is not None
+    PARTS: tl.constexpr = 1 if GROUP == 0 else _CHUNK // GROUP  # of a chunk
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    # A warp of the matrix unit has 16 rows, of which a thread reads two: r and r + 8.
+    pair = tl.arange(0, ROWS // 2)
+    of_pair = (pair // 8 * 16 + pair % 8)[:, None] + tl.arange(0, 2)[None, :] * 8
+    rows, live = _feature(of_pair % FEATURES, tile, out_features, FEATURES, IS_GATED)
+    first_chunk = (split * SLICES + of_pair // FEATURES) * (steps * STEP)
+    words_left = tl.where(live, num_words - first_chunk * WORDS, 0)
+    word = tl.arange(0, WORDS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    row_ptrs = weight_ptr + (rows.to(tl.int64) * num_words + first_chunk * WORDS)[:, :, None, None]
+    row_ptrs += word[None, None, :, :]
+    words = _read_words(row_ptrs, words_left, 0, STEP, WORDS, MASKED)
+    let_next_start(OVERLAPPED)
+    wait_for_inputs(OVERLAPPED)
+
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, SLICES * TOKENS)
+    rows, live_rows = _feature(row % FEATURES, tile, out_features, FEATURES, IS_GATED)
+    places = rows.to(tl.int64) * groups
+    of_row = (split * SLICES + row // FEATURES) * (steps * STEP)  # first chunk
+    token = column % TOKENS
+    first_column = (split * SLICES + column // TOKENS) * (steps * STEP * _CHUNK)
+    x_ptrs = x_ptr + token.to(tl.int64) * stride_x_token + first_column
+    acc = tl.zeros([ROWS, SLICES * TOKENS], tl.float32)
+    for step in range(steps):
+        ahead = step * STEP  # chunks
+        xs = _read_inputs(
+            x_ptrs, token < tokens, columns - first_column, ahead, STEP, GROUP, MASKED
+        )
+        following = words
+        if step + 1 < steps:
+            following = _read_words(row_ptrs, words_left, ahead + STEP, STEP, WORDS, MASKED)
+        for u in tl.static_range(STEP):
+            group = (of_row + ahead + u) * PARTS if GROUP > 0 else 0 * of_row
+            left = tl.where(live_rows, groups - group, 0)
+            by_row = tl.reshape(words[u], (ROWS // 16, 8, 2, WORDS // 16, 16))
+            by_row = tl.reshape(tl.permute(by_row, (0, 2, 1, 3, 4)), (ROWS, WORDS // 16, 16))
+            numbers = _numbers(
+                by_row,
+                zero_ptr,
+                places + group,
+                left,
+                ROWS,
+                KIND,
+                GROUP,
+                WORDS,
+                DTYPE,
+                INTERPRETED,
+            )
+            acc = _add_products(
+                acc,
+                numbers,
+                xs,
+                scale_ptr,
+                places + group,
+                left,
+                u * PARTS,
+                ROWS,
+                GROUP,
+                INTERPRETED,
+            )
+        words = following
+
+    if SLICES > 1:
+        is_own = (row // FEATURES)[:, None] == (column // TOKENS)[None, :]
+        acc = tl.reshape(tl.where(is_own, acc, 0.0), (ROWS, SLICES, TOKENS))
+        acc = tl.reshape(tl.sum(acc, axis=1), (SLICES, FEATURES, TOKENS))
+        acc = tl.sum(acc, axis=0)
+    is_last = True
+    if SPLITS > 1:
+        acc, is_last = _meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, FEATURES, TOKENS)
+    if is_last:
+        if IS_GATED:
+            by_part = tl.reshape(acc, (2, FEATURES // 2, TOKENS))
+            gate, up = tl.split(tl.permute(by_part, (1, 2, 0)))
+            features = tile * (FEATURES // 2) + tl.arange(0, FEATURES // 2)
+            _write(gate, up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS)
+        else:
+            features = tile * FEATURES + tl.arange(0, FEATURES)
+            _write(acc, acc, bias_ptr, out_ptr, features, tokens, out_features, None, TOKENS)
+
+
+@triton.jit
+def _add_chunk(
+    acc,  # [ROWS, TOKENS] float32
+    row_ptrs,  # [ROWS, WORDS] of a row's first chunk
+    xs,  # [TOKENS, GROUP] each, of this chunk
+    scale_ptr,
+    zero_ptr,
+    places,  # [ROWS] of a row's first group
+    live_rows,  # [ROWS]
+    groups,
+    chunk,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """acc and what one chunk adds to it."""
+    PARTS: tl.constexpr = 1 if GROUP == 0 else _CHUNK // GROUP
+    words = tl.load(
+        row_ptrs + chunk * WORDS, mask=live_rows[:, None], other=0, eviction_policy="evict_first"
+    )
+    words = tl.reshape(words, (ROWS, WORDS // 16, 16))
+    group = chunk * PARTS if GROUP > 0 else 0
+    left = tl.where(live_rows, groups - group, 0)
+    numbers = _numbers(
+        words, zero_ptr, places + group, left, ROWS, KIND, GROUP, WORDS, DTYPE, INTERPRETED
+    )
+    return _add_products(
+        acc, numbers, xs, scale_ptr, places + group, left, 0, ROWS, GROUP, INTERPRETED
+    )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _packed_more_kernel(
+    x_ptr,  # [tokens, columns]
+    weight_ptr,  # [rows, num_words] int32
+    scale_ptr,  # [rows, groups]
+    zero_ptr,  # [rows, groups] uint8, or None
+    bias_ptr,  # [rows] or None
+    out_ptr,  # [tokens, rows]
+    partial_ptr,  # [SPLITS, tiles, ROWS, TOKENS] float32, or None
     counters_ptr,  # [tiles] int32, all 0, or None
     stride_x_token,
     tokens,
@@ -180,85 +356,56 @@ def _packed_rows_kernel(
     num_words,
     groups,
     chunks_per_split,
+    ACTIVATION: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,  # columns; 0: all
     WORDS: tl.constexpr,  # of a chunk
-    FIELDS: tl.constexpr,  # of a word
     SPLITS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
-    WIDEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
+    PARTS: tl.constexpr = 1 if GROUP == 0 else _CHUNK // GROUP  # of a chunk
+    PART: tl.constexpr = _CHUNK // PARTS
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    local = tl.arange(0, BLOCK_FEATURES)
-    features = tile * BLOCK_FEATURES + local
-    token = tl.arange(0, BLOCK_TOKENS)
-    word = tl.arange(0, WORDS)
+    local = tl.arange(0, ROWS)
+    features = tile * ROWS + local
+    rows = features.to(tl.int64)
+    token = tl.arange(0, TOKENS)
     live_rows = features < out_features
     live_tokens = token < tokens
-    rows = features.to(tl.int64)
-    row_ptrs = weight_ptr + rows[:, None] * num_words + word[None, :]
-    x_ptrs = x_ptr + token[:, None] * stride_x_token + word[None, :]
-    CHUNK_COLUMNS: tl.constexpr = WORDS * FIELDS
-    GROUPS: tl.constexpr = 0 if GROUP == 0 else CHUNK_COLUMNS // GROUP  # of a chunk
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    acc = tl.zeros([BLOCK_FEATURES, BLOCK_TOKENS], tl.float32)
+    row_ptrs = weight_ptr + rows[:, None] * num_words + tl.arange(0, WORDS)[None, :]
+    up_ptrs = row_ptrs + tl.cast(out_features, tl.int64) * num_words
+    x_ptrs = x_ptr + token[:, None] * stride_x_token + tl.arange(0, PART)[None, :]
+    places = rows * groups
+    up_places = places + tl.cast(out_features, tl.int64) * groups
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc_up = acc
     wait_for_inputs(OVERLAPPED)
     for chunk in range(split * chunks_per_split, (split + 1) * chunks_per_split):
-        left = columns - chunk * CHUNK_COLUMNS
-        groups_left = groups - chunk * GROUPS
-        scales = scale_ptr + chunk * GROUPS
-        zeros = None if zero_ptr is None else zero_ptr + chunk * GROUPS
-        words = tl.load(
-            row_ptrs + chunk * WORDS,
-            mask=live_rows[:, None],
-            other=0,
-            eviction_policy="evict_first",
-        )
-        acc = _chunk_product(
-            words,
-            x_ptrs + chunk * CHUNK_COLUMNS,
-            acc,
-            scales + rows * groups,
-            None if zero_ptr is None else zeros + rows * groups,
-            live_rows,
-            live_tokens,
-            left,
-            groups_left,
-            KIND,
-            GROUP,
-            WORDS,
-            FIELDS,
-            DTYPE,
-            WIDEN,
-        )
+        xs = ()
+        for part in tl.static_range(PARTS):
+            first = chunk * _CHUNK + part * PART
+            inside = (first + tl.arange(0, PART) < columns)[None, :]
+            x = tl.load(x_ptrs + first, mask=live_tokens[:, None] & inside, other=0.0)
+            xs = xs + (x,)  # noqa: RUF005
+        acc = _add_chunk(
+            acc, row_ptrs, xs, scale_ptr, zero_ptr, places, live_rows, groups, chunk, ROWS, KIND,
+            GROUP, WORDS, out_ptr.dtype.element_ty, INTERPRETED,
+        )  # fmt: skip
+        if ACTIVATION is not None:
+            acc_up = _add_chunk(
+                acc_up, up_ptrs, xs, scale_ptr, zero_ptr, up_places, live_rows, groups, chunk, ROWS,
+                KIND, GROUP, WORDS, out_ptr.dtype.element_ty, INTERPRETED,
+            )  # fmt: skip
     let_next_start(OVERLAPPED)
-    if GROUP == 0:
-        acc *= tl.load(scale_ptr + rows, mask=live_rows, other=0.0).to(tl.float32)[:, None]
-
     is_last = True
     if SPLITS > 1:
-        tiles = tl.num_programs(0)
-        place = local[:, None] * BLOCK_TOKENS + token[None, :]
-        part_size: tl.constexpr = BLOCK_FEATURES * BLOCK_TOKENS
-        tl.store(partial_ptr + (split * tiles + tile) * part_size + place, acc)
-        tl.debug_barrier()  # every thread's part is written before the arrival is counted
-        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
-        if is_last:
-            acc = tl.zeros([BLOCK_FEATURES, BLOCK_TOKENS], tl.float32)
-            for part in tl.static_range(SPLITS):
-                part_ptr = partial_ptr + (part * tiles + tile) * part_size
-                acc += tl.load(part_ptr + place, cache_modifier=".cg")
-            tl.store(counters_ptr + tile, 0)
+        acc, is_last = _meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, ROWS, TOKENS)
     if is_last:
-        live = live_rows[:, None] & live_tokens[None, :]
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + features, mask=live_rows, other=0.0).to(tl.float32)
-            acc += bias[:, None]
-        out_ptrs = out_ptr + token.to(tl.int64)[None, :] * out_features + features[:, None]
-        tl.store(out_ptrs, acc.to(DTYPE), mask=live)
+        _write(acc, acc_up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS)
 
 
 def launch_packed_linear(
@@ -276,60 +423,45 @@ def launch_packed_linear(
     counters: Tensor | None,
 ) -> None:
     """One kernel; arguments as checked by kernels/packed_linear.py."""
-    require_runnable("x of packed_linear", x, _packed_rows_kernel, otherwise="use unpack_weight")
+    require_runnable("x of packed_linear", x, _packed_more_kernel, otherwise="use unpack_weight")
     (tokens, columns), out_features = x.shape, out.shape[1]
-    fields = 8 if kind == "int4" else 4
-    num_words = weight.words.shape[1]
-    shape = (columns, num_words, weight.scale.shape[1])
-    stored = {
+    words = CHUNK // (8 if kind == "int4" else 4)
+    chunks = cdiv(columns, CHUNK)
+    shape = (columns, weight.words.shape[1], weight.scale.shape[1])
+    common = {
+        "ACTIVATION": activation,
+        "SPLITS": splits,
         "KIND": kind,
         "GROUP": 0 if group >= columns else group,
-        "WORDS": CHUNK // fields,
-        "FIELDS": fields,
+        "WORDS": words,
+        "TOKENS": tile.tokens,
+        "ROWS": tile.rows,
+        "INTERPRETED": interpreted(_packed_more_kernel),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
     }
-    if tokens == 1:
-        quads = next_power_of_2(num_words // 4)
-        parts = 1 if activation is None else 2
-        warps = 2 if quads <= 256 else min(16, quads // 128)
-        features = _QUADS_HELD * 32 * warps // quads // parts
-        features = max(1, min(_MOST_FEATURES, features))
+    operands = (x, *weight, bias, out, partial, counters, x.stride(0), tokens, out_features, *shape)
+    if tile.slices > 0:
+        features = tile.rows // tile.slices // (1 if activation is None else 2)
+        steps = cdiv(chunks, splits * tile.slices * tile.step)
+        is_whole = splits * tile.slices * steps * tile.step * CHUNK == columns
         launch(
-            _packed_row_kernel,
-            (cdiv(out_features, features),),
-            x,
-            *weight,
-            bias,
-            out,
-            out_features,
-            *shape,
-            ACTIVATION=activation,
-            **stored,
-            FEATURES=features,
-            BLOCK_QUADS=quads,
-            num_warps=warps,
-            **overlap_options(x.device, _packed_row_kernel),
+            _packed_few_kernel,
+            (cdiv(out_features, features), splits),
+            *operands,
+            steps,
+            **common,
+            SLICES=tile.slices,
+            STEP=tile.step,
+            MASKED=not is_whole or out_features % features != 0,
+            **overlap_options(x.device, _packed_few_kernel),
         )
         return
     launch(
-        _packed_rows_kernel,
-        (cdiv(out_features, tile.features), splits),
-        x,
-        *weight,
-        bias,
-        out,
-        partial,
-        counters,
-        x.stride(0),
-        tokens,
-        out_features,
-        *shape,
-        cdiv(columns, CHUNK) // splits,
-        **stored,
-        SPLITS=splits,
-        BLOCK_TOKENS=tile.tokens,
-        BLOCK_FEATURES=tile.features,
-        WIDEN=x.dtype == torch.bfloat16 and interpreted(_packed_rows_kernel),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **overlap_options(x.device, _packed_rows_kernel),
+        _packed_more_kernel,
+        (cdiv(out_features, tile.rows), splits),
+        *operands,
+        chunks // splits,
+        **common,
+        **overlap_options(x.device, _packed_more_kernel),
     )

@@ -1,17 +1,16 @@
 """Triton kernel of unpack_weight; see kernels/unpack_weight.py for the definition."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch
-from paceline.kernels._triton.packed_codes import half_numbers
+from paceline.kernels._triton.packed_codes import chunk_numbers, group_of_word
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
 from paceline.kernels.packed_weight import CHUNK, PackedWeight
 
-_ROWS = 16
-_CHUNKS = 4
+_CHUNK = tl.constexpr(CHUNK)
+_ROWS = 64
 
 
 @triton.jit
@@ -26,40 +25,37 @@ def _unpack_weight_kernel(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,  # columns; 0: all
     WORDS: tl.constexpr,  # of a chunk
-    FIELDS: tl.constexpr,  # of a word
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    WIDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
-    word = (tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS))[None, :]
-    num_words = tl.cdiv(columns, WORDS * FIELDS) * WORDS
-    live = (row < rows) & (word < num_words)
-    words = tl.load(words_ptr + row * num_words + word, mask=live, other=0)
-    first = (word // WORDS) * (WORDS * FIELDS) + word % WORDS  # column of field 0
-    HALF: tl.constexpr = 8.0 if KIND == "int4" else 128.0
+    PARTS: tl.constexpr = 1 if GROUP == 0 else _CHUNK // GROUP  # of a chunk
+    chunk = tl.program_id(0)
+    local = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    live = local < rows
+    row = local.to(tl.int64)
+    word = tl.arange(0, WORDS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    num_words = tl.cdiv(columns, _CHUNK) * WORDS
+    word_ptrs = words_ptr + (row * num_words + chunk * WORDS)[:, None, None] + word[None, :, :]
+    words = tl.load(word_ptrs, mask=live[:, None, None], other=0)
+    first = chunk * PARTS if GROUP > 0 else 0
+    left = tl.where(live, groups - first, 0)
+    places = row * groups + first
+    zero = tl.full((1, 1, 1), 8 if KIND == "int4" else 128, tl.int32)
+    if zero_ptr is not None:
+        group = group_of_word(GROUP, WORDS)[None, :, :]
+        held = group < left[:, None, None]
+        zero = tl.load(zero_ptr + places[:, None, None] + group, mask=held, other=0).to(tl.int32)
     DTYPE: tl.constexpr = tl.float16 if out_ptr.dtype.element_ty == tl.float16 else tl.bfloat16
-    IN_GROUP: tl.constexpr = FIELDS if GROUP == 0 else GROUP // WORDS  # fields of one group
-    for part in tl.static_range(FIELDS // IN_GROUP):
-        place = row * groups
-        held = live
-        if GROUP > 0:
-            group = (word // WORDS) * (WORDS * FIELDS // GROUP) + part
-            place += group
-            held = held & (group < groups)
-        scale = tl.load(scale_ptr + place, mask=held, other=0.0).to(tl.float32)
-        zero = HALF
-        if zero_ptr is not None:
-            zero = tl.load(zero_ptr + place, mask=held, other=0).to(tl.float32)
-        for step in tl.static_range(IN_GROUP):
-            field = part * IN_GROUP + step
-            column = first + field * WORDS
-            number = half_numbers(words, zero, field, KIND, DTYPE, WIDEN).to(tl.float32) * scale
-            tl.store(
-                out_ptr + row * columns + column,
-                number.to(out_ptr.dtype.element_ty),
-                mask=live & (column < columns),
-            )
+    numbers = chunk_numbers(words, zero, ROWS, KIND, DTYPE, INTERPRETED).to(tl.float32)
+    part = tl.arange(0, PARTS)[None, :]
+    scale = tl.load(scale_ptr + places[:, None] + part, mask=part < left[:, None], other=0.0)
+    scaled = tl.reshape(numbers, (ROWS, PARTS, _CHUNK // PARTS)) * scale.to(tl.float32)[:, :, None]
+    column = chunk * _CHUNK + tl.arange(0, _CHUNK)
+    tl.store(
+        out_ptr + row[:, None] * columns + column[None, :],
+        tl.reshape(scaled, (ROWS, _CHUNK)).to(out_ptr.dtype.element_ty),
+        mask=live[:, None] & (column < columns)[None, :],
+    )
 
 
 def launch_unpack_weight(weight: PackedWeight, *, kind: str, group: int, out: Tensor) -> None:
@@ -68,11 +64,9 @@ def launch_unpack_weight(weight: PackedWeight, *, kind: str, group: int, out: Te
         "weight of unpack_weight", out, _unpack_weight_kernel, otherwise="use the CPU's kernel"
     )
     rows, columns = out.shape
-    fields = 8 if kind == "int4" else 4
-    words = CHUNK // fields
     launch(
         _unpack_weight_kernel,
-        (cdiv(rows, _ROWS), cdiv(cdiv(columns, CHUNK), _CHUNKS)),
+        (cdiv(columns, CHUNK), cdiv(rows, _ROWS)),
         *weight,
         out,
         rows,
@@ -80,10 +74,8 @@ def launch_unpack_weight(weight: PackedWeight, *, kind: str, group: int, out: Te
         weight.scale.shape[1],
         KIND=kind,
         GROUP=0 if group >= columns else group,
-        WORDS=words,
-        FIELDS=fields,
-        BLOCK_ROWS=_ROWS,
-        BLOCK_WORDS=_CHUNKS * words,
-        WIDEN=out.dtype != torch.float16 and interpreted(_unpack_weight_kernel),
+        WORDS=CHUNK // (8 if kind == "int4" else 4),
+        ROWS=_ROWS,
+        INTERPRETED=interpreted(_unpack_weight_kernel),
         num_warps=4,
     )

@@ -12,6 +12,7 @@ from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.linear import linear
 from paceline.kernels.packed_linear import fits_packed, packed_linear
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, encode
+from paceline.kernels.scaled_linear import fits_scaled, scaled_linear
 from paceline.kernels.skinny_linear import arrival_counters
 from paceline.kernels.unpack_weight import unpack_weight
 from paceline.layers.weights.parameter import Placement, empty_parameter
@@ -108,12 +109,12 @@ class PackedLinear(LinearFormat[PackedMatrix]):
     def apply(self, x: Tensor, weight: PackedMatrix) -> Tensor:
         if fits_packed(x):
             return self._packed(x, weight, None)
-        return self._unpacked(x, weight)
+        return self._many_rows(x, weight)
 
     def apply_gated(self, x: Tensor, weight: PackedMatrix, activation: str) -> Tensor:
         if fits_packed(x):
             return self._packed(x, weight, activation)
-        return act_and_mul(self._unpacked(x, weight), activation)
+        return act_and_mul(self._many_rows(x, weight), activation)
 
     def _packed(self, x: Tensor, weight: PackedMatrix, activation: str | None) -> Tensor:
         return packed_linear(
@@ -125,7 +126,9 @@ class PackedLinear(LinearFormat[PackedMatrix]):
             counters=weight.counters,
         )
 
-    def _unpacked(self, x: Tensor, weight: PackedMatrix) -> Tensor:
+    def _many_rows(self, x: Tensor, weight: PackedMatrix) -> Tensor:
+        if fits_scaled(x, weight.packed, self.packing):
+            return scaled_linear(x, weight.packed, weight.bias, self.packing)
         numbers = unpack_weight(weight.packed, self.packing, x.shape[1], x.dtype)
         return linear(x, numbers, weight.bias)
 

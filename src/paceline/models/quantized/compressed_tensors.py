@@ -67,6 +67,7 @@ class Group:
     symmetric: bool
     group_size: int | None  # columns that share a scale; None: all
     block: Block | None
+    rounds_inputs: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,13 @@ class CompressedTensors(Quantization):
         group = self._group(module)
         if "weight_packed" not in stored:
             codes = FP8 if group.type == "float" else "I8"
-            return scaled_weight(module, stored, codes=codes, block=group.block)
+            return scaled_weight(
+                module,
+                stored,
+                codes=codes,
+                block=group.block,
+                rounds_inputs=group.rounds_inputs,
+            )
         if group.type == "int":
             return [_packed_integers(module, stored, group)]
         return [_packed_floats(module, stored)]
@@ -127,6 +134,7 @@ def _group(fields: Fields, name: str, given: Any) -> Group | None:
             "targets": given,
             "weights": {"num_bits": bits, "type": type_, "symmetric": symmetric}
             | {"strategy": strategy, "group_size": size},
+            "input_activations": {"type": "float"} if name.startswith("FP8") else None,
         }
     if not isinstance(given, Mapping):
         fields.fail(f"config_groups.{name}", "an object, or a preset with targets", given)
@@ -162,6 +170,7 @@ def _group(fields: Fields, name: str, given: Any) -> Group | None:
         symmetric=weights.flag("symmetric", True),
         group_size=size if isinstance(size, int) and size > 0 else None,
         block=(read_block(weights, "block_structure") or (128, 128)) if is_block else None,
+        rounds_inputs=bool(group.nested("input_activations")),
     )
 
 

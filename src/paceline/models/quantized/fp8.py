@@ -37,7 +37,7 @@ class Fp8(Quantization):
     block: Block | None
 
     def weights(self, module: str, stored: Mapping[str, Stored]) -> list[Weight]:
-        return scaled_weight(module, stored, codes=FP8, block=self.block)
+        return scaled_weight(module, stored, codes=FP8, block=self.block, rounds_inputs=True)
 
 
 def read_fp8(fields: Fields) -> Fp8:
@@ -66,10 +66,15 @@ def _is_size(value: object) -> bool:
 
 
 def scaled_weight(
-    module: str, stored: Mapping[str, Stored], *, codes: str, block: Block | None
+    module: str,
+    stored: Mapping[str, Stored],
+    *,
+    codes: str,
+    block: Block | None,
+    rounds_inputs: bool,
 ) -> list[Weight]:
     """Of a module whose `weight` has `codes` (a dtype) and a scale beside it; zero points too,
-    where there are."""
+    where there are.  rounds_inputs: whether its method does."""
     from paceline.models.quantized.codes import ScaleBlocks, plain_codes
 
     scales = [name for name in _SCALES if name in stored]
@@ -106,5 +111,6 @@ def scaled_weight(
             group=blocks.columns,
             has_zeros=len(parts) == 3,
             scale_dtype="F32" if scale == E8M0 else scale,
+            rounds_inputs=rounds_inputs,
         )
     ]

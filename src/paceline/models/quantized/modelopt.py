@@ -42,7 +42,7 @@ class ModelOpt(Quantization):
             wanted = "with" if is_fp4 else "without"
             refuse_weight(module, f"{wanted} 'weight_scale_2', as of {self.algorithm}", [*stored])
         if "weight_scale_2" not in stored:
-            return scaled_weight(module, stored, codes=FP8, block=(128, 128))
+            return scaled_weight(module, stored, codes=FP8, block=(128, 128), rounds_inputs=True)
         parts = ("weight", "weight_scale", "weight_scale_2")
         missing = [name for name in parts if name not in stored]
         if missing:

@@ -39,6 +39,7 @@ class Weight(NamedTuple):
     group: int | None = None  # columns that share a scale; None: all
     has_zeros: bool = False
     scale_dtype: str = "F32"  # as files spell it
+    rounds_inputs: bool = False  # the method has codes for what the weight multiplies, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def coded_weight(
     group: int,
     has_zeros: bool,
     scale_dtype: str,
+    rounds_inputs: bool = False,
 ) -> Weight:
     """A matrix whose codes can stay codes.  kind: of kernels.packed_weight; group: columns that
     share a scale."""
@@ -81,6 +83,7 @@ def coded_weight(
         None if group >= shape[1] else group,
         has_zeros,
         scale_dtype,
+        rounds_inputs,
     )
 
 

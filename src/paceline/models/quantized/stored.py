@@ -82,7 +82,13 @@ class Dequantised:
         is_known = weight.group is None or packable(weight.group, weight.shape[1])
         if not is_known or (kind == FP8 and weight.has_zeros):
             return None
-        return Packing(kind, weight.group, weight.has_zeros, DTYPES[weight.scale_dtype])
+        return Packing(
+            kind,
+            weight.group,
+            weight.has_zeros,
+            DTYPES[weight.scale_dtype],
+            rounds_inputs=weight.rounds_inputs and kind == FP8 and weight.group is None,
+        )
 
     def packed(self, name: str, packing: Packing, device: torch.device) -> PackedWeight:
         """Of a weight with this `packing`, made on `device`.  Raises WeightsError as `tensor`."""
