@@ -44,6 +44,7 @@ from paceline.runner.streams import Stream
 from paceline.runner.table.block_ends import BlockEnds
 from paceline.runner.table.overlay import Overlay
 from paceline.runner.table.request_table import RequestTable
+from paceline.runner.table.runs import PADDING
 
 NO_MIXERS: Mapping[str, StateBackend] = MappingProxyType({})
 # Up to here each batch size has its own graph: padding costs a CPU time, and its graphs are small.
@@ -349,7 +350,7 @@ def _staging_bytes(limits: RunnerConfig, parts: Parts) -> int:
     of_masks = (buffers.mask_words, buffers.mask_ids, buffers.given_ids, buffers.given_parents)
     masks = sum(tensor.nbytes for tensor in of_masks)
     # One request may join beyond the limit, when it joins alone.
-    tokens = max(limits.max_join_tokens, limits.context_len)
+    tokens = PADDING * max(limits.max_join_tokens, limits.context_len)
     if table.overlay is not None:  # of each its slot, and a piece for each row of media, at most
         tokens += min(tokens, limits.overlay_slots) * (1 + _ALIGNMENT // 4)
     per_token = 4 * (1 + limits.has_blocks) + (table.rope.given[0, 0].nbytes if table.rope else 0)

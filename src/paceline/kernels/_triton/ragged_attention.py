@@ -26,11 +26,14 @@ from paceline.kernels._triton.runtime import (
     next_power_of_2,
 )
 
-_ROWS, _KEYS = 64, 64
+_KEYS = 64
+_ROWS, _MANY_ROWS = 64, 128  # of a tile; where there are programs enough, and numbers have 16 bits
+_ENOUGH = 256  # programs: about two for each processor of a large GPU
 _WIDE = 128  # columns of a head above which a tile has fewer keys
 # Of keys with shared columns: one kernel up to so many requests, since it is compiled ahead for one
 # number; tiles in 16 bits, and in 32.
 _FEWEST_REQS = 64
+_MANY = TileConfig(block_rows=_MANY_ROWS, block_keys=_KEYS, num_warps=8, num_stages=3)
 _SHARING = TileConfig(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
 _SHARING_WIDE = TileConfig(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
 
@@ -269,7 +272,8 @@ def launch_ragged_attention(
     if shared_q is not None and shared_k is not None:
         shared_dim = shared_k.shape[1]
         shared_strides = (*shared_q.stride()[:2], shared_k.stride(0))
-    tiles = tiles or _usual_tiles(dim, v_dim, shared_dim, q.element_size())
+    programs = cdiv(tokens, _MANY_ROWS) * heads
+    tiles = tiles or _usual_tiles(dim, v_dim, shared_dim, q.element_size(), programs)
     launch(
         _ragged_attention_kernel,
         (cdiv(tokens, tiles.block_rows) + reqs + 1, heads),
@@ -301,7 +305,7 @@ def launch_ragged_attention(
         BACK=back,
         AHEAD=ahead,
         ENDS=visible_end is not None,
-        WHOLE_TILES=shared_dim > 0 and back is None and visible_end is None,
+        WHOLE_TILES=back is None and visible_end is None,
         SOFT_CAP=soft_cap,
         DIM_K=dim,
         DIM_V=v_dim,
@@ -319,9 +323,15 @@ def launch_ragged_attention(
     )
 
 
-def _usual_tiles(dim: int, v_dim: int, shared_dim: int, element_bytes: int) -> TileConfig:
-    if shared_dim and max(dim, v_dim, shared_dim) <= _WIDE:
+def _usual_tiles(
+    dim: int, v_dim: int, shared_dim: int, element_bytes: int, programs: int
+) -> TileConfig:
+    """programs: of tiles of _MANY_ROWS."""
+    is_wide = max(dim, v_dim, shared_dim) > _WIDE
+    if shared_dim and not is_wide:
         return _SHARING if element_bytes == 2 else _SHARING_WIDE
+    if element_bytes == 2 and not is_wide and programs >= _ENOUGH:
+        return _MANY
     is_wide = max(dim, v_dim) > _WIDE
     keys = keys_per_stage(dim + shared_dim, v_dim, element_bytes) if is_wide else _KEYS
     return TileConfig(block_rows=_ROWS, block_keys=keys, num_warps=4, num_stages=2)
