@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprobs
+from tiny_runner import Driver, TinyModel, random_prompts, with_logprobs
 
 from covers import Cell, cell_name, pairwise
 from paceline.core.errors import GraphGuardError
+from paceline.core.step import StepLayout
 from paceline.runner.extents import PaddedSize
 from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.streams import DeferredStream
@@ -168,9 +169,15 @@ def test_padding_moves_no_log_probability(tiny: TinyModel, capture: bool) -> Non
     )
 
 
-def test_no_graph_is_larger_than_a_row_can_be_long(tiny: TinyModel) -> None:
-    driver = Driver(tiny, graph_max_tokens=10**6)
-    assert driver.runner._keys._sizes.tokens[-1] == CONTEXT
+def test_what_is_left_over_of_a_large_step_is_in_rows_within_the_context(tiny: TinyModel) -> None:
+    """A graph may hold more tokens than a row; the longest gap, of 192 to 255, takes two rows."""
+    pads = GraphSizes.up_to(8, max_tokens=256, pad_len=40)
+    assert pads.spare_rows == 2
+    size = pads.pad_ragged(3, 200)
+    assert size == PaddedSize.ragged(10, 256, 40)
+    layout = StepLayout(rows=(1, 2, 3), extend_lens=(40, 80, 80), emits=(True,) * 3)
+    assert size.pad_lens(layout) == (40, 16, 0, 0, 0, 0, 0)
+    assert pads.pad_ragged(9, 200) is None
 
 
 def test_the_guard_refuses_more_tokens_than_the_graph_holds(tiny: TinyModel) -> None:

@@ -33,6 +33,9 @@ CPU_KV_LIMIT = 4 * GIB
 # Longer steps keep the GPU busy while the next operations are launched: a quarter of a full step,
 # from the first number to the second.
 GPU_GRAPH_TOKENS = (1024, 2048)
+# Of models that only make vectors, which are small: tokens x hidden_size^2 of a step that computes
+# as long as its launches take; a layer has about 12 hidden_size^2 numbers.  As above of an 8B one.
+POOLED_GRAPH_WORK = 2048 * 4096**2
 CACHES_NOTHING = "the model caches nothing"
 WITHOUT_GRAPHS = "no graphs; steps are padded as with them, so that answers are the same"
 CPU_GRAPH_ROWS = 64  # requests; calls are cheap beside so many rows
@@ -105,7 +108,7 @@ def _decide(asked: Mapping[str, object], demands: Demands) -> tuple[ModelConfig,
     refuse_parts_of_texts(resolution.options, config)
     refuse_cache(resolution.options)
     resolution = _choose_graphs(resolution, config, demands)
-    refuse_graphs(resolution.options, config)
+    refuse_graphs(resolution.options)
     resolution = _choose_expansion(resolution, config, device)
     if device.device_type == "cpu" and not config.reads_whole:  # which caches nothing
         resolution = _choose_cpu_cache(resolution, config, demands)
@@ -233,6 +236,8 @@ def _choose_graph_tokens(
     length = options.max_model_len or config.max_position
     whole, (least, most) = known(options.max_num_batched_tokens), GPU_GRAPH_TOKENS
     tokens = min(max(least, min(whole // 4, most)), whole, length)
+    if End.GENERATE not in config.ends:
+        tokens = min(max(tokens, POOLED_GRAPH_WORK // config.hidden_size**2), whole)
     why = WITHOUT_GRAPHS if options.enforce_eager else "longer steps outlast their launches"
     return resolution.choose("cuda_graph_max_tokens", tokens, why)
 

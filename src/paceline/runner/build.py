@@ -29,7 +29,6 @@ from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
 from paceline.runner.proposer import NOBODY, Proposer
-from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.recording.graphs import (
     RESERVE_FACTOR,
     CudaGraphFactory,
@@ -201,13 +200,7 @@ def wire_runner(
             pinned=pinned,
         ),
         graphs=_graph_store(limits, device, notify),
-        sizes=limits.sizes
-        or GraphSizes.up_to(
-            min(limits.graph_max_reqs, limits.max_running),
-            every=_EVERY_SIZE[device_type(device)],
-            # What is left over is a row of its own, which must stay within the context.
-            max_tokens=min(limits.graph_max_tokens, limits.max_tokens, limits.context_len),
-        ),
+        sizes=limits.graph_sizes(_EVERY_SIZE[device_type(device)]),
         guard=Guard(parts, kv_len_bound=limits.kv_len_bound),
         sanitizer=Sanitizer(parts) if limits.sanitize else None,
     )
