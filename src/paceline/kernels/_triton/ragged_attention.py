@@ -27,7 +27,8 @@ from paceline.kernels._triton.runtime import (
 )
 
 _KEYS = 64
-_ROWS, _MANY_ROWS = 64, 128  # of a tile; where there are programs enough, and numbers have 16 bits
+# Queries of a tile; where there are programs enough, of heads of up to _NARROW columns of 16 bits.
+_ROWS, _MANY_ROWS, _NARROW = 64, 128, 64
 _ENOUGH = 256  # programs: about two for each processor of a large GPU
 _WIDE = 128  # columns of a head above which a tile has fewer keys
 # Of keys with shared columns: one kernel up to so many requests, since it is compiled ahead for one
@@ -330,7 +331,7 @@ def _usual_tiles(
     is_wide = max(dim, v_dim, shared_dim) > _WIDE
     if shared_dim and not is_wide:
         return _SHARING if element_bytes == 2 else _SHARING_WIDE
-    if element_bytes == 2 and not is_wide and programs >= _ENOUGH:
+    if element_bytes == 2 and max(dim, v_dim) <= _NARROW and programs >= _ENOUGH:
         return _MANY
     is_wide = max(dim, v_dim) > _WIDE
     keys = keys_per_stage(dim + shared_dim, v_dim, element_bytes) if is_wide else _KEYS
