@@ -7,6 +7,7 @@ special case anywhere.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,7 +145,7 @@ class RequestTable:
             )
             for delta in run
         ]
-        staged = [
+        staged: list[tuple[Tensor, NDArray[Any]]] = [
             (self.token_ids[:, : tokens.shape[1]], tokens),
             (self._state, np.array(states, dtype=np.int32)),
             (self.sampling.floats, np.stack([row.floats for row in packed])),
