@@ -249,6 +249,15 @@ def shape_of(device=CPU, **asked):
     return options.max_num_seqs, options.max_num_batched_tokens, origins
 
 
+def test_where_nothing_is_generated_steps_are_longer_and_graphs_of_small_models_hold_them():
+    config = parse_config(locate("bert-base").config | {"num_hidden_layers": 1})
+    chosen = resolve({}, demands_of(config, H200))[0]
+    options = chosen.options
+    assert (options.max_num_batched_tokens, options.cuda_graph_max_tokens) == (16384, 16384)
+    why = "chosen: usual on cuda where nothing is generated"
+    assert chosen.origins["max_num_batched_tokens"] == why
+
+
 def test_a_short_step_lowers_the_requests_that_were_left_open():
     requests, tokens, origins = shape_of(max_num_batched_tokens=8)
     assert (requests, tokens) == (8, 8)
@@ -371,12 +380,6 @@ def test_a_cpu_without_bfloat16_computes_in_float32():
             H200,
             "cuda_graph_max_tokens must be at most 64, the tokens of one step, got 65; lower "
             "--cuda-graph-max-tokens or raise --max-num-batched-tokens",
-        ),
-        (
-            {"cuda_graph_max_tokens": 65, "max_model_len": 64},
-            H200,
-            "cuda_graph_max_tokens must be at most 64, the tokens of one request, got 65; lower "
-            "--cuda-graph-max-tokens or raise --max-model-len",
         ),
         (
             {"chunked_prefill_size": 65, "max_num_batched_tokens": 64},

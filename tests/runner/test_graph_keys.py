@@ -40,6 +40,7 @@ NO_DECODE_STEP_HAS_IT = {
     "mask",
     "is_round",
     "ragged_tokens",
+    "pad_len",
     "observed",
     "shares_prefix",
     "has_overlay",

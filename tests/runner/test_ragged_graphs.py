@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprobs
+from tiny_runner import Driver, TinyModel, random_prompts, with_logprobs
 
 from covers import Cell, cell_name, pairwise
 from paceline.core.errors import GraphGuardError
+from paceline.core.step import StepLayout
 from paceline.runner.extents import PaddedSize
 from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.streams import DeferredStream
@@ -145,15 +146,15 @@ def test_a_full_batch_is_padded_like_any_other(
 
 @pytest.mark.parametrize("capture", [True, False], ids=["recorded", "eager"])
 def test_padding_moves_no_log_probability(tiny: TinyModel, capture: bool) -> None:
-    """Of sampled tokens too, beside rows without tokens and the row of what is left over."""
+    """Of sampled tokens too, beside rows without tokens and those of what is left over: one, or
+    two of up to 8 tokens each."""
     seen = []
     params = replace(with_logprobs(3), temperature=0.9, top_p=0.8, repetition_penalty=1.3)
-    for graph_max_tokens in (0, MAX_TOKENS):
-        driver = Driver(
-            tiny, graph_max_reqs=8 if capture else None, graph_max_tokens=graph_max_tokens
-        )
+    for max_tokens, pad_len in ((0, 0), (MAX_TOKENS, 0), (MAX_TOKENS, 8)):
+        sizes = GraphSizes.up_to(8, max_tokens=max_tokens, pad_len=pad_len)
+        driver = Driver(tiny, graph_max_reqs=8 if capture else None, sizes=sizes)
         for seed in range(3):
-            prompts = dict(enumerate(random_prompts((7, 1, 12), seed=seed), start=1))
+            prompts = dict(enumerate(random_prompts((17, 1, 31), seed=seed), start=1))
             for row, prompt in prompts.items():
                 driver.join(row, prompt, replace(params, seed=row))
             lengths = {row: len(prompt) for row, prompt in prompts.items()}
@@ -161,16 +162,23 @@ def test_padding_moves_no_log_probability(tiny: TinyModel, capture: bool) -> Non
             assert outputs.logprobs is not None
             seen.append([(row.chosen, *row.top_values[:3]) for (row,) in outputs.logprobs])
             seen.append([driver.tokens[row] for row in prompts])
-    exact, padded = seen[:6], seen[6:]
-    assert exact[1::2] == padded[1::2]
-    torch.testing.assert_close(
-        torch.tensor(exact[::2]), torch.tensor(padded[::2]), rtol=0, atol=1e-5
-    )
+    exact = seen[:6]
+    for padded in (seen[6:12], seen[12:]):
+        assert exact[1::2] == padded[1::2]
+        torch.testing.assert_close(
+            torch.tensor(exact[::2]), torch.tensor(padded[::2]), rtol=0, atol=1e-5
+        )
 
 
-def test_no_graph_is_larger_than_a_row_can_be_long(tiny: TinyModel) -> None:
-    driver = Driver(tiny, graph_max_tokens=10**6)
-    assert driver.runner._keys._sizes.tokens[-1] == CONTEXT
+def test_what_is_left_over_of_a_large_step_is_in_rows_within_the_context(tiny: TinyModel) -> None:
+    """A graph may hold more tokens than a row; the longest gap, of 192 to 255, takes two rows."""
+    pads = GraphSizes.up_to(8, max_tokens=256, pad_len=40)
+    assert pads.spare_rows == 2
+    size = pads.pad_ragged(3, 200)
+    assert size == PaddedSize.ragged(10, 256, 40)
+    layout = StepLayout(rows=(1, 2, 3), extend_lens=(40, 80, 80), emits=(True,) * 3)
+    assert size.pad_lens(layout) == (40, 16, 0, 0, 0, 0, 0)
+    assert pads.pad_ragged(9, 200) is None
 
 
 def test_the_guard_refuses_more_tokens_than_the_graph_holds(tiny: TinyModel) -> None:

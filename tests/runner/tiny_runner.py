@@ -30,6 +30,7 @@ from paceline.models.locate import locate
 from paceline.runner.build import build_runner
 from paceline.runner.outputs_ring import LaunchedStep
 from paceline.runner.proposer import NOBODY, Proposer
+from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.recording.graphs import AHEAD, CapturePolicy
 from paceline.runner.runner_config import RunnerConfig
 from paceline.runner.staging import RING_DEPTH
@@ -122,6 +123,7 @@ class Driver:
         *,
         graph_max_reqs: int | None = MAX_RUNNING,
         graph_max_tokens: int = 0,
+        sizes: GraphSizes | None = None,
         stream: Stream | None = None,
         backend: AttentionBackend | None = None,
         page_size: int = 4,
@@ -151,6 +153,7 @@ class Driver:
             capture_policy=capture_policy,
             recorded_bytes=recorded_bytes,
             graph_max_tokens=graph_max_tokens,
+            sizes=sizes,
             poison_graphs=poison,
             sanitize=sanitize,
             staging_depth=staging_depth,

@@ -36,6 +36,11 @@ class PooledRows:
             self._rows.clear()
         self._rows.append((num_tokens, np.frombuffer(row, np.float32)))
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers of its vector are."""
+        return bool(np.isfinite(self.vector()).all())
+
     def vector(self) -> NDArray[np.float32]:
         """[width]; of one step its bits."""
         [(_, first), *others] = self._rows

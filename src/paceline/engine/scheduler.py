@@ -334,7 +334,8 @@ class Scheduler:
         """Of a row that generates nothing: take what was made of it; why its request ends there, if
         it does."""
         request = row.request
-        values = [scored.chosen for scored in outputs.prompt_logprobs.get(index, ())]
+        scored = outputs.prompt_logprobs.get(index, ())
+        is_finite = all(math.isfinite(each.chosen) for each in scored)
         if request.pooled is not None:
             assert outputs.pooled is not None, "the step has a row that pools"
             request.pooled.take(
@@ -342,9 +343,9 @@ class Scheduler:
             )
         has_ended = row.kv_len >= request.prompt_len
         if has_ended and request.pooled is not None:
-            values = request.pooled.vector().tolist()
+            is_finite = is_finite and request.pooled.is_finite
         reason = FinishReason.LENGTH if has_ended else None
-        if any(map(math.isnan, values)) or math.inf in map(abs, values):
+        if not is_finite:
             reason = FinishReason.ERROR
         if reason is not None:
             self._finish(request, reason)

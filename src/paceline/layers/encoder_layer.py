@@ -63,10 +63,9 @@ class PostNormEncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         """x [tokens, hidden] -> a new tensor of the same shape."""
-        x = self.attention_norm(self.attention(x, positions, ctx).add_(x))
+        x = self.attention_norm.of_sum(self.attention(x, positions, ctx), x)
         inner = F.gelu(self.up(x), approximate=self.approximate)
-        out: Tensor = self.output_norm(self.down(inner).add_(x))
-        return out
+        return self.output_norm.of_sum(self.down(inner), x)
 
 
 class PreNormEncoderLayer(nn.Module):

@@ -1,8 +1,9 @@
-"""LayerNorm, of encoders."""
+"""LayerNorm, of encoders, alone and fused with the residual addition before it."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.kernels.add_layer_norm import add_layer_norm
 from paceline.layers.weights.parameter import Placement, empty_parameter
 from paceline.layers.weights.weight_format import Named, wholly
 
@@ -19,6 +20,10 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> a new tensor of the same shape."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The norm of x + residual, both [tokens, size], as a new tensor."""
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
     def neutral_(self) -> None:
         """Make it the identity of what is normalised, as `RMSNorm.neutral_`."""

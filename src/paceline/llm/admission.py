@@ -5,7 +5,7 @@ is refused before they are read.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -21,10 +21,12 @@ from paceline.engine.request import ALIKE, Share
 from paceline.llm.embeds import read_embeds, read_encoder_input
 from paceline.llm.inputs import (
     ChatPrompt,
+    are_ints,
     as_batch,
     as_grammar,
     as_prompt,
     as_sampling_params,
+    plain_ids,
     split_parts,
     spread,
     spread_grammars,
@@ -86,12 +88,15 @@ class Admission:
 
         Raises RequestError as `admit`, and for an end that the model does not have.
         """
+        return list(self.each_end(prompts, end, params))
+
+    def each_end(
+        self, prompts: object, end: End, params: SamplingParams | None = None
+    ) -> Iterator[AdmittedPrompt]:
+        """The same one by one, for who starts before all are read."""
         self.require_end(end)
         asked = NOTHING if params is None else params
-        return [
-            replace(require_admitted(each), end=end)
-            for each in self._each(prompts, asked, None, end)
-        ]
+        return map(require_admitted, self._each(prompts, asked, None, end))
 
     def require_end(self, end: End) -> None:
         """Raise RequestError unless requests may end so, with what would work."""
@@ -179,6 +184,7 @@ class Admission:
             input_rows=input_rows,
             encoder=read_encoder_input(parts.encoder_input, self.config, dtype=self.dtype),
             blocks=parts.blocks,
+            end=end,
         )
 
     def _check_blocks(self, blocks: Blocks | None, *, prompt_len: int) -> None:
@@ -256,14 +262,15 @@ class Admission:
             text, ids = prompt, self.require_tokenizer().encode(prompt)
         else:
             ids = prompt
-        known = range(self.config.vocab_size)
+        known, plain = range(self.config.vocab_size), plain_ids(ids)
         # Looked at one by one only to be refused: a turn of the engine waits for a loop over many.
-        if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) not in known):  # type: ignore[type-var, operator]
+        is_plain = plain is ids or are_ints(plain)
+        if plain and (not is_plain or min(plain) < 0 or max(plain) not in known):  # type: ignore[type-var, operator]
             place = next(
-                i for i, each in enumerate(ids) if type(each) is not int or each not in known
+                i for i, each in enumerate(plain) if type(each) is not int or each not in known
             )
-            raise self._id_error(place, ids[place], is_text=text is not None)
-        return text, tuple(ids)  # type: ignore[arg-type]
+            raise self._id_error(place, plain[place], is_text=text is not None)
+        return text, tuple(plain)  # type: ignore[arg-type]
 
     def _id_error(self, place: int, token: object, *, is_text: bool) -> RequestError:
         vocab_size, got = self.config.vocab_size, repr(token)

@@ -108,7 +108,20 @@ def as_prompt(item: object) -> str | list[object] | ChatPrompt:
         return values
     if not isinstance(item, Sequence) or isinstance(item, bytes | bytearray):
         raise _prompt_error("prompt", _FORMS, type(item).__name__)
-    return [int(token) if isinstance(token, np.integer) else token for token in item]
+    return [*item]
+
+
+def plain_ids(ids: Sequence[object]) -> Sequence[object]:
+    """The same, integers of numpy as int.  Where all are int it costs no loop in Python, for which
+    a turn of the engine would wait."""
+    if are_ints(ids):
+        return ids
+    return [int(token) if isinstance(token, np.integer) else token for token in ids]
+
+
+def are_ints(ids: Sequence[object]) -> bool:
+    """Whether the type of all is int: no other, not even bool."""
+    return list(map(type, ids)).count(int) == len(ids)
 
 
 def spread(params: object, count: int) -> list[object]:

@@ -34,7 +34,7 @@ from paceline.llm.ends.scores import (
     scored_prompts,
 )
 from paceline.llm.ends.vectors import EmbeddingOutput, VectorParams, embeddings
-from paceline.llm.inputs import Grammars, Ids, Params, Prompt, as_conversations
+from paceline.llm.inputs import Grammars, Ids, Params, Prompt, as_batch, as_conversations
 from paceline.llm.prepare import Prepared, prepare
 from paceline.llm.teacher import Teacher, idle_teacher
 from paceline.plan.machine import release_memory
@@ -222,16 +222,19 @@ class LLM:
 
         dimensions: so many of its first numbers; None: all.  normalize: to length 1, behind the
         cut; None: as the model's files say, and yes where they do not.
-        Raises RequestError, of a model that makes no vectors, too, saying what would.
+        Steps start as soon as prompts fill them: the device computes while the rest is read.
+        Raises RequestError, of a model that makes no vectors, too, saying what would; what has been
+        started for other prompts is aborted then.
         """
         config = self.prepared.config
         params = VectorParams(
             dimensions=dimensions, normalize=config.normalizes if normalize is None else normalize
         )
         self.admission.require_vectors()
-        admitted = self.admission.admit_end(prompts, End.POOL)
         params.check(config.pooled_width)
-        return embeddings(self._finish(self.enqueue(admitted), shown=use_tqdm), params)
+        batch = as_batch(prompts)
+        admitted = self.admission.each_end(batch, End.POOL)
+        return embeddings(self._pool(admitted, len(batch), shown=use_tqdm), params)
 
     def score_pairs(
         self,
@@ -249,7 +252,7 @@ class LLM:
         Raises RequestError, of a model without a classifier's head, too.
         """
         admitted = pair_prompts(self.admission, queries, documents)
-        outputs = self._finish(self.enqueue(admitted), shown=use_tqdm)
+        outputs = self._pool(admitted, len(admitted), shown=use_tqdm)
         act = self.prepared.config.label_act
         assert act is not None, "pairs are admitted where they are scored"
         return pair_scores(outputs, IDENTITY if raw else act)
@@ -371,12 +374,12 @@ class LLM:
         its end.
         """
         trackers: list[Tracker] = []
-        for index, each in enumerate(admitted):
-            try:
-                trackers.append(self._add(self._next_id(), each))
-            except RequestError as error:
-                self._abort_all(trackers)
-                raise indexed(error, index, len(admitted)) from error
+        try:
+            for index, each in enumerate(admitted):
+                trackers.append(self._add_indexed(each, index, len(admitted)))
+        except RequestError:
+            self._abort_all(trackers)
+            raise
         return trackers
 
     def _queue(
@@ -399,6 +402,12 @@ class LLM:
             return self._add(name, require_admitted(admitted))
         except RequestError as error:
             return RequestOutput.refused(name, str(error))
+
+    def _add_indexed(self, admitted: AdmittedPrompt, index: int, count: int) -> Tracker:
+        try:
+            return self._add(self._next_id(), admitted)
+        except RequestError as error:
+            raise indexed(error, index, count) from error
 
     def _add(self, name: str, admitted: AdmittedPrompt) -> Tracker:
         params = admitted.params
@@ -423,22 +432,47 @@ class LLM:
         self._num_requests += 1
         return f"request-{self._num_requests - 1}"
 
+    def _pool(
+        self, admitted: Iterable[AdmittedPrompt], count: int, *, shown: bool | None
+    ) -> list[RequestOutput]:
+        """Run prompts of which nothing is generated, `count` of them, each step as soon as they
+        fill it.  Raises RequestError, and what `admitted` raises; nothing is left running then."""
+        options = self.prepared.options
+        most_tokens, most = known(options.max_num_batched_tokens), known(options.max_num_seqs)
+        trackers: list[Tracker] = []
+        num_tokens = first = 0  # of the next step; its first prompt
+        try:
+            for index, each in enumerate(admitted):
+                trackers.append(self._add_indexed(each, index, count))
+                num_tokens += len(each.token_ids)
+                if num_tokens >= most_tokens or len(trackers) - first >= most:
+                    self._live.engine.step()
+                    num_tokens, first = 0, len(trackers)
+        except BaseException:
+            self._abort_all(trackers)
+            raise
+        return self._finish(trackers, shown=shown)
+
     def _finish(
         self, queued: Sequence[Tracker | RequestOutput], *, shown: bool | None
     ) -> list[RequestOutput]:
         """Run them to their end."""
         trackers = [each for each in queued if isinstance(each, Tracker)]
-        left = set(trackers)
+        outputs = {each: each.snapshot() for each in trackers if each.is_finished}
+        left = set(trackers) - outputs.keys()
         try:
-            with Progress("prompts", len(left), unit="prompt", shown=shown) as bar:
+            with Progress("prompts", len(trackers), unit="prompt", shown=shown) as bar:
+                bar.advance(len(outputs))
                 while left and self._live.engine.has_work:
                     grown = self._live.engine.step()
                     done = left.intersection(each for each in grown if each.is_finished)
                     left -= done
+                    outputs |= {each: each.snapshot() for each in done}  # while the next step runs
                     bar.advance(len(done))
         finally:
             self._abort_all(trackers)
-        return [each.snapshot() if isinstance(each, Tracker) else each for each in queued]
+        outputs |= {each: each.snapshot() for each in left}
+        return [outputs[each] if isinstance(each, Tracker) else each for each in queued]
 
     def _abort_all(self, requests: Sequence[Tracker | RequestOutput]) -> None:
         for each in requests:

@@ -16,6 +16,7 @@ from paceline.attention.mixers import load_mixers
 from paceline.cache.pool import KVFormat
 from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.model.config import ModelConfig
+from paceline.core.modes import End
 from paceline.core.options.engine_options import REJECTION, EngineOptions, known
 from paceline.core.parallel import ALONE, Parallel, of_rank
 from paceline.core.request.sampling_params import PROMPT_BLOCK_ENTRIES
@@ -102,7 +103,7 @@ def decide(
         max_join_tokens=join_tokens(options),
         num_pages=num_pages[:num_groups],
         graph_max_reqs=known(options.cuda_graph_max_bs),
-        graph_max_tokens=known(options.cuda_graph_max_tokens),
+        graph_max_tokens=_graph_tokens(config, options),
         latent_expand_from=options.latent_expand_from or 0,
         capture=not options.enforce_eager,
         sanitize=options.sanitize,
@@ -125,6 +126,15 @@ def decide(
         parallel=parallel,
         packings=packings,
     )
+
+
+def _graph_tokens(config: ModelConfig, options: EngineOptions) -> int:
+    """Of the largest ragged step that is a graph.  Where answers are generated prompts share steps
+    with decodes: graphs of more than one prompt's tokens take memory that KV needs."""
+    tokens = known(options.cuda_graph_max_tokens)
+    if End.GENERATE not in config.ends:
+        return tokens
+    return min(tokens, known(options.max_model_len))
 
 
 def exchange_capacity(decided: Decided) -> int:

@@ -121,10 +121,9 @@ def refuse_parts_of_texts(options: EngineOptions, config: ModelConfig) -> None:
             )
 
 
-def refuse_graphs(options: EngineOptions, config: ModelConfig) -> None:
+def refuse_graphs(options: EngineOptions) -> None:
     """Raise ConfigError for graphs of more than a step holds; `options` has the step's numbers."""
     rows, tokens = known(options.max_num_seqs), known(options.max_num_batched_tokens)
-    length = options.max_model_len or config.max_position
     graph_rows, graph_tokens = options.cuda_graph_max_bs, options.cuda_graph_max_tokens
     if graph_rows is not None and graph_rows > rows:
         raise ConfigError.about(
@@ -133,15 +132,12 @@ def refuse_graphs(options: EngineOptions, config: ModelConfig) -> None:
             got=graph_rows,
             remedy="lower --cuda-graph-max-bs or raise --max-num-seqs",
         )
-    if graph_tokens is not None and graph_tokens > min(tokens, length):
-        limit, what, flag = tokens, "tokens of one step", "--max-num-batched-tokens"
-        if length < tokens:
-            limit, what, flag = length, "tokens of one request", "--max-model-len"
+    if graph_tokens is not None and graph_tokens > tokens:
         raise ConfigError.about(
             "cuda_graph_max_tokens",
-            expected=f"at most {limit}, the {what}",
+            expected=f"at most {tokens}, the tokens of one step",
             got=graph_tokens,
-            remedy=f"lower --cuda-graph-max-tokens or raise {flag}",
+            remedy="lower --cuda-graph-max-tokens or raise --max-num-batched-tokens",
         )
 
 

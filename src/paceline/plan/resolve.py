@@ -11,6 +11,7 @@ from paceline.core.dtypes import FP8
 from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model.cache_groups import STATE_EVERY, usual_state_every
 from paceline.core.model.config import ModelConfig
+from paceline.core.modes import End
 from paceline.core.options.engine_options import OFF, EngineOptions, engine_options, known
 from paceline.plan.contradictions import (
     refuse_asked,
@@ -32,6 +33,9 @@ CPU_KV_LIMIT = 4 * GIB
 # Longer steps keep the GPU busy while the next operations are launched: a quarter of a full step,
 # from the first number to the second.
 GPU_GRAPH_TOKENS = (1024, 2048)
+# Of models that only make vectors, which are small: tokens x hidden_size^2 of a step that computes
+# as long as its launches take; a layer has about 12 hidden_size^2 numbers.  As above of an 8B one.
+POOLED_GRAPH_WORK = 2048 * 4096**2
 CACHES_NOTHING = "the model caches nothing"
 WITHOUT_GRAPHS = "no graphs; steps are padded as with them, so that answers are the same"
 CPU_GRAPH_ROWS = 64  # requests; calls are cheap beside so many rows
@@ -50,6 +54,9 @@ CPU_DRAFTING = 1  # request; with more, the bundled head costs more than it gain
 # By total memory, the largest first: buffers, graphs and samplers grow with both numbers.
 USUAL_ON_GPU = ((60 * GIB, StepSize(256, 8192)), (35 * GIB, StepSize(128, 4096)))
 USUAL_ON_SMALL_GPU = StepSize(64, 2048)
+# Where nobody decodes, no token waits for the end of a step: on a GPU so many times as long a step
+# gives the host that much longer to prepare the next, and products that much more rows.
+POOLED_STEPS = 2
 
 
 def resolve(asked: Mapping[str, object], demands: Demands) -> tuple[Resolution, Fit]:
@@ -101,7 +108,7 @@ def _decide(asked: Mapping[str, object], demands: Demands) -> tuple[ModelConfig,
     refuse_parts_of_texts(resolution.options, config)
     refuse_cache(resolution.options)
     resolution = _choose_graphs(resolution, config, demands)
-    refuse_graphs(resolution.options, config)
+    refuse_graphs(resolution.options)
     resolution = _choose_expansion(resolution, config, device)
     if device.device_type == "cpu" and not config.reads_whole:  # which caches nothing
         resolution = _choose_cpu_cache(resolution, config, demands)
@@ -229,6 +236,8 @@ def _choose_graph_tokens(
     length = options.max_model_len or config.max_position
     whole, (least, most) = known(options.max_num_batched_tokens), GPU_GRAPH_TOKENS
     tokens = min(max(least, min(whole // 4, most)), whole, length)
+    if End.GENERATE not in config.ends:
+        tokens = min(max(tokens, POOLED_GRAPH_WORK // config.hidden_size**2), whole)
     why = WITHOUT_GRAPHS if options.enforce_eager else "longer steps outlast their launches"
     return resolution.choose("cuda_graph_max_tokens", tokens, why)
 
@@ -272,7 +281,7 @@ def _choose_step(
     samplers and graphs as large, and products where more rows still cost little.
     """
     resolution = _choose_drafting(resolution, device, speculation)
-    options, (usual, why) = resolution.options, _usual(device)
+    options, (usual, why) = resolution.options, _usual(device, config)
     nodes = shape_of(speculation).num_draft_tokens
     each = "one token" if nodes == 1 else f"{nodes} tokens"
     rows, why_rows = usual.requests, why
@@ -307,13 +316,16 @@ def _choose_drafting(
     return resolution.choose("speculative_max_batch", CPU_DRAFTING, why)
 
 
-def _usual(device: DeviceFacts) -> tuple[StepSize, str]:
+def _usual(device: DeviceFacts, config: ModelConfig) -> tuple[StepSize, str]:
     if device.device_type == "cpu":
         return USUAL_ON_CPU, "usual on cpu"
-    for least, size in USUAL_ON_GPU:
+    size, why = USUAL_ON_SMALL_GPU, f"usual on cuda below {USUAL_ON_GPU[-1][0] // GIB} GiB"
+    for least, larger in reversed(USUAL_ON_GPU):
         if device.total_bytes >= least:
-            return size, "usual on cuda"
-    return USUAL_ON_SMALL_GPU, f"usual on cuda below {USUAL_ON_GPU[-1][0] // GIB} GiB"
+            size, why = larger, "usual on cuda"
+    if End.GENERATE in config.ends:
+        return size, why
+    return replace(size, tokens=POOLED_STEPS * size.tokens), f"{why} where nothing is generated"
 
 
 def _choose_cpu_cache(

@@ -217,7 +217,10 @@ class StepBuffers:
             facts[:, 1].fill_(size.max_extend_len)
         else:
             facts[:, 1].zero_()
-            facts[0, 1].fill_(size.tokens)
+            each = size.pad_len or size.tokens
+            whole, rest = divmod(size.tokens, each)
+            facts[:whole, 1].fill_(each)
+            facts[whole : whole + 1, 1].fill_(rest)
         facts[:, 2].zero_()
         self.parents[: size.tokens].fill_(-1)
         self.mask_ids.fill_(NO_MASK)

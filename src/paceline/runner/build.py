@@ -29,7 +29,6 @@ from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
 from paceline.runner.proposer import NOBODY, Proposer
-from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.recording.graphs import (
     RESERVE_FACTOR,
     CudaGraphFactory,
@@ -44,6 +43,7 @@ from paceline.runner.streams import Stream
 from paceline.runner.table.block_ends import BlockEnds
 from paceline.runner.table.overlay import Overlay
 from paceline.runner.table.request_table import RequestTable
+from paceline.runner.table.runs import PADDING
 
 NO_MIXERS: Mapping[str, StateBackend] = MappingProxyType({})
 # Up to here each batch size has its own graph: padding costs a CPU time, and its graphs are small.
@@ -200,13 +200,7 @@ def wire_runner(
             pinned=pinned,
         ),
         graphs=_graph_store(limits, device, notify),
-        sizes=limits.sizes
-        or GraphSizes.up_to(
-            min(limits.graph_max_reqs, limits.max_running),
-            every=_EVERY_SIZE[device_type(device)],
-            # What is left over is a row of its own, which must stay within the context.
-            max_tokens=min(limits.graph_max_tokens, limits.max_tokens, limits.context_len),
-        ),
+        sizes=limits.graph_sizes(_EVERY_SIZE[device_type(device)]),
         guard=Guard(parts, kv_len_bound=limits.kv_len_bound),
         sanitizer=Sanitizer(parts) if limits.sanitize else None,
     )
@@ -349,7 +343,7 @@ def _staging_bytes(limits: RunnerConfig, parts: Parts) -> int:
     of_masks = (buffers.mask_words, buffers.mask_ids, buffers.given_ids, buffers.given_parents)
     masks = sum(tensor.nbytes for tensor in of_masks)
     # One request may join beyond the limit, when it joins alone.
-    tokens = max(limits.max_join_tokens, limits.context_len)
+    tokens = PADDING * max(limits.max_join_tokens, limits.context_len)
     if table.overlay is not None:  # of each its slot, and a piece for each row of media, at most
         tokens += min(tokens, limits.overlay_slots) * (1 + _ALIGNMENT // 4)
     per_token = 4 * (1 + limits.has_blocks) + (table.rope.given[0, 0].nbytes if table.rope else 0)

@@ -69,6 +69,7 @@ class PaddedSize:
     reqs: int
     tokens: int
     max_extend_len: int  # no row extends further; exact where all rows extend alike
+    pad_len: int = 0  # tokens of a padded row of a ragged step at most; 0: any number
 
     @staticmethod
     def exact(layout: StepLayout) -> "PaddedSize":
@@ -81,9 +82,9 @@ class PaddedSize:
         return PaddedSize(reqs, reqs * extend_len, extend_len)
 
     @staticmethod
-    def ragged(reqs: int, tokens: int) -> "PaddedSize":
+    def ragged(reqs: int, tokens: int, pad_len: int = 0) -> "PaddedSize":
         """`reqs` rows, each with its own number, of `tokens` tokens in all."""
-        return PaddedSize(reqs, tokens, tokens)
+        return PaddedSize(reqs, tokens, tokens, pad_len)
 
     def sampled(self, *, is_round: bool) -> int:
         """Rows that are sampled: of a round all, else one of each request."""
@@ -91,12 +92,22 @@ class PaddedSize:
 
     def pad_lens(self, layout: StepLayout) -> tuple[int, ...]:
         """[padded rows] tokens of each: the stride where all rows extend alike, else the first
-        takes what is left and the others none."""
+        take what is left and the others none."""
         num, left = self.reqs - layout.num_reqs, self.tokens - layout.num_tokens
         if left == num * self.max_extend_len:
             return (self.max_extend_len,) * num
-        assert num, f"{left} tokens are left of {self.tokens}, and no row to hold them"
-        return (left,) + (0,) * (num - 1)
+        needed = rows_left_over(left, self.pad_len)
+        assert needed <= num, (
+            f"{left} tokens are left of {self.tokens}, and {num} rows to hold them"
+        )
+        each = self.pad_len or left
+        lens = [each] * (needed - 1) + [left - each * (needed - 1)] * (needed > 0)
+        return (*lens, *(0,) * (num - needed))
+
+
+def rows_left_over(tokens: int, pad_len: int) -> int:
+    """Padded rows that so many tokens are left over for; pad_len: as of `PaddedSize`."""
+    return -(-tokens // pad_len) if pad_len else int(tokens > 0)
 
 
 @dataclass(frozen=True, slots=True)

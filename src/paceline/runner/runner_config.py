@@ -53,10 +53,22 @@ class RunnerConfig:
         """Tokens of a draft pass: of a step it observes, or of a tree's last pass."""
         return max(self.max_tokens, self.padded_reqs * self.draft.reach)
 
+    def graph_sizes(self, every: int = 4) -> GraphSizes:
+        """Padded sizes of steps that may be graphs.  every: as of `GraphSizes.up_to`.
+
+        What is left over is in rows of their own, which must stay within the context.
+        """
+        if self.sizes is not None:
+            return self.sizes
+        most = min(self.graph_max_reqs, self.max_running)
+        tokens = min(self.graph_max_tokens, self.max_tokens, most * self.context_len)
+        pad_len = self.context_len if tokens > self.context_len else 0
+        return GraphSizes.up_to(most, every=every, max_tokens=tokens, pad_len=pad_len)
+
     @property
     def padded_reqs(self) -> int:
-        """Requests of a step; what a padded ragged one leaves over is a row of its own."""
-        return self.max_running + (self.graph_max_tokens > 0)
+        """Requests of a step; what a padded ragged one leaves over is in rows of its own."""
+        return self.max_running + self.graph_sizes().spare_rows
 
     @property
     def tree_rows(self) -> int:

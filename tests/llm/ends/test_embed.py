@@ -14,11 +14,14 @@ from llm_cases import Checkpoint, assert_idle, make_llm, random_prompts, text_of
 from paceline.core.errors import ConfigError, ModelError, RequestError
 from paceline.core.modes import End, Pooling
 from paceline.core.request.sampling_params import SamplingParams
+from paceline.core.step import Step
+from paceline.llm.admission import Admission, AdmittedPrompt
 from paceline.llm.boot import Knobs
 from paceline.llm.ends.vectors import VectorParams, embeddings
 from paceline.models.config import parse_config
 from paceline.models.ends import with_ends
 from paceline.models.locate import locate
+from paceline.runner.outputs_ring import LaunchedStep
 
 LENGTHS = (40, 1, 9, 33, 17, 16)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -68,6 +71,32 @@ def test_a_vector_of_one_step_has_the_bits_of_any_number_of_them(embedder: Embed
         together = [each.vector for each in llm.embed(prompts)]
     for a, b in zip(alone, together, strict=True):
         assert np.allclose(a, b, atol=1e-6)
+
+
+def test_steps_start_before_all_prompts_are_read_and_a_wrong_one_leaves_nothing(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = random_prompts((9, 11, 3, 4, 5, 12))
+    with make_llm(embedder, max_num_batched_tokens=20, max_num_seqs=3) as llm:
+        read, num_read = Admission._admit, [0]
+        launch, seen = llm._live.runner.launch, list[int]()
+
+        def count(*asked: Any) -> AdmittedPrompt:
+            num_read[0] += 1
+            return read(*asked)
+
+        def note(step: Step) -> LaunchedStep:
+            seen.append(num_read[0])
+            return launch(step)
+
+        monkeypatch.setattr(Admission, "_admit", count)
+        monkeypatch.setattr(llm._live.runner, "launch", note)
+        found = llm.embed(prompts)
+        assert seen[:2] == [2, 5]  # 20 tokens; 3 requests
+        assert_vectors(found, [embedder.vector(ids, Pooling.LAST) for ids in prompts])
+        with pytest.raises(RequestError, match=r"^prompt\[5\]: prompt must be 1 to 128 tokens"):
+            llm.embed([*prompts[:5], [4] * 129])
+        assert_idle(llm)
 
 
 def test_vectors_are_cut_and_then_made_of_length_1(embedder: Embedder) -> None:

@@ -51,7 +51,7 @@ LENGTHS = (40, 1, 9, 33, CONTEXT, 16)
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
     "few at a time": {"max_num_batched_tokens": CONTEXT, "max_num_seqs": 2},
-    "graphs": {"cuda_graph_max_tokens": 96},
+    "graphs": {"cuda_graph_max_tokens": 2 * CONTEXT},
     "sanitized": {"sanitize": True},
 }
 

@@ -1,5 +1,6 @@
 """The request table: what a join and its pages write, and into which row."""
 
+import pytest
 import torch
 
 from paceline.core.padding import PAD_PREFIX_LEN
@@ -7,23 +8,21 @@ from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta
 from paceline.runner.staging import StagingRing
 from paceline.runner.table.request_table import RequestTable
+from paceline.runner.table.runs import page_runs
 
 
 def make_table(**settings: object) -> RequestTable:
-    return RequestTable(
-        max_running=3,
-        max_tokens=8,
-        max_pages=(5, 4),
-        eos_token_ids=(7, 9),
-        device=torch.device("cpu"),
-        **settings,
-    )
+    sizes = {"max_running": 3, "max_tokens": 8, "max_pages": (5, 4), "eos_token_ids": (7, 9)}
+    return RequestTable(**(sizes | settings), device=torch.device("cpu"))
 
 
-def stage(table: RequestTable, *deltas: Delta) -> None:
+def stage(table: RequestTable, *deltas: Delta) -> int:
+    """Returns the number of copies."""
     slot = StagingRing(1 << 16, pinned=False).slot(0)
-    for target, staged in table.stage(deltas, slot):
+    copies = table.stage(deltas, slot)
+    for target, staged in copies:
         target.copy_(staged)
+    return len(copies)
 
 
 def join(row: int, tokens: tuple[int, ...], **more: object) -> JoinDelta:
@@ -64,3 +63,32 @@ def test_pages_enter_their_group_where_they_belong() -> None:
     stage(table, first, more, other)
     assert table.page_tables[0].tolist() == [[0] * 5, [0] * 5, [11, 12, 13, 0, 0], [0] * 5]
     assert table.page_tables[1].tolist() == [[0] * 4, [0] * 4, [0, 21, 22, 0], [0] * 4]
+
+
+# Rows of a step that joins some, the tokens of each, and how many runs that makes.
+TOGETHER = [
+    pytest.param(((1, 3), (2, 3), (3, 2), (4, 3)), 1, id="alike"),
+    pytest.param(((1, 3), (3, 3), (4, 3), (2, 3)), 3, id="apart"),
+    pytest.param(((1, 1), (2, 8), (3, 8), (4, 1), (5, 1)), 2, id="a long one behind a short"),
+]
+
+
+@pytest.mark.parametrize(("joining", "num_runs"), TOGETHER)
+def test_rows_that_enter_together_hold_what_they_would_one_by_one(
+    joining: tuple[tuple[int, int], ...], num_runs: int
+) -> None:
+    deltas: list[Delta] = []
+    for row, length in joining:
+        asked = SamplingParams(seed=row // 2, temperature=0.5, stop_token_ids=[row])
+        second = {"second_from": row if row % 2 else None, "params": asked, "prefix_len": row}
+        deltas.append(join(row, tuple(range(10 * row, 10 * row + length)), **second))
+        deltas.append(PageDelta(row=row, group=1, start=0, page_ids=(row, 20)))
+        deltas.append(PageDelta(row=row, group=1, start=2, page_ids=(30, row)))
+        deltas.append(PageDelta(row=row, group=0, start=row // 4, page_ids=(row,) * (1 + row % 2)))
+    together, apart = (make_table(max_running=6, tells_types=True) for _ in range(2))
+    num_copies = stage(together, *deltas) - len(page_runs(deltas))
+    assert num_copies == 5 * num_runs
+    for delta in deltas:
+        stage(apart, delta)
+    for name, tensor in together.named_tensors().items():
+        assert torch.equal(tensor, apart.named_tensors()[name]), name

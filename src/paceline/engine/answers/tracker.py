@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from paceline.core.modes import End
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.answers.completion import Completion
 from paceline.engine.answers.outputs import RequestMetrics, RequestOutput
@@ -33,7 +34,9 @@ class Tracker:
         receipt: ReceiptLog | None = None,
     ) -> None:
         self.request = requests[0]  # the first completion's; its id is the caller's
-        self._completions = [Completion(each, tokenizer=tokenizer) for each in requests]
+        generates = self.request.end is End.GENERATE
+        reads = tokenizer if generates else None  # a completion that stays empty
+        self._completions = [Completion(each, tokenizer=reads) for each in requests]
         self._prompt = prompt
         self._tokenizer = tokenizer
         self.receipt = receipt

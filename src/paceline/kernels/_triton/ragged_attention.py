@@ -25,9 +25,13 @@ from paceline.kernels._triton.runtime import (
     keys_per_stage,
 )
 
-_ROWS, _KEYS = 64, 64
+_KEYS = 64
+# Queries of a tile; where there are programs enough, of heads of up to _NARROW columns of 16 bits.
+_ROWS, _MANY_ROWS, _NARROW = 64, 128, 64
+_ENOUGH = 256  # programs: about two for each processor of a large GPU
 _WIDE = 128  # columns of a head above which a tile has fewer keys
 _BLOCK_REQS = 64  # first slots that are looked at together
+_MANY = TileConfig(block_rows=_MANY_ROWS, block_keys=_KEYS, num_warps=8, num_stages=3)
 # Of keys with shared columns: tiles in 16 bits, and in 32.
 _SHARING = TileConfig(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
 _SHARING_WIDE = TileConfig(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
@@ -269,7 +273,8 @@ def launch_ragged_attention(
     if shared_q is not None and shared_k is not None:
         shared_dim = shared_k.shape[1]
         shared_strides = (*shared_q.stride()[:2], shared_k.stride(0))
-    tiles = tiles or _usual_tiles(dim, v_dim, shared_dim, q.element_size())
+    programs = cdiv(tokens, _MANY_ROWS) * heads
+    tiles = tiles or _usual_tiles(dim, v_dim, shared_dim, q.element_size(), programs)
     launch(
         _ragged_attention_kernel,
         (cdiv(tokens, tiles.block_rows) + reqs + 1, heads),
@@ -301,7 +306,7 @@ def launch_ragged_attention(
         BACK=back,
         AHEAD=ahead,
         ENDS=visible_end is not None,
-        WHOLE_TILES=shared_dim > 0 and back is None and visible_end is None,
+        WHOLE_TILES=back is None and visible_end is None,
         SOFT_CAP=soft_cap,
         DIM_K=dim,
         DIM_V=v_dim,
@@ -319,9 +324,15 @@ def launch_ragged_attention(
     )
 
 
-def _usual_tiles(dim: int, v_dim: int, shared_dim: int, element_bytes: int) -> TileConfig:
-    if shared_dim and max(dim, v_dim, shared_dim) <= _WIDE:
+def _usual_tiles(
+    dim: int, v_dim: int, shared_dim: int, element_bytes: int, programs: int
+) -> TileConfig:
+    """programs: of tiles of _MANY_ROWS."""
+    is_wide = max(dim, v_dim, shared_dim) > _WIDE
+    if shared_dim and not is_wide:
         return _SHARING if element_bytes == 2 else _SHARING_WIDE
+    if element_bytes == 2 and max(dim, v_dim) <= _NARROW and programs >= _ENOUGH:
+        return _MANY
     is_wide = max(dim, v_dim) > _WIDE
     keys = keys_per_stage(dim + shared_dim, v_dim, element_bytes) if is_wide else _KEYS
     return TileConfig(block_rows=_ROWS, block_keys=keys, num_warps=4, num_stages=2)

@@ -5,7 +5,7 @@ hold everything, the columns of logits processors included, so that a join stage
 the rest are views of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from paceline.layers.sampling.processor import (
     column_values,
 )
 
+_MOST_ALIKE = 256  # packed rows that are kept for those who ask the same
 KEEP_ALL = 2**31 - 1  # top_k of a row that keeps every token; max_drafts of one that takes any
 
 _FLOATS = ("temperature", "top_p", "min_p")
@@ -81,6 +82,7 @@ class SamplingTable:
         self, num_rows: int, device: torch.device, plug_ins: Sequence[LogitsProcessor] = ()
     ) -> None:
         processors = (*BUILT_IN, *plug_ins)
+        self._alike: dict[Hashable, PackedRow] = {}
         self._float_width, self._int_width = len(_FLOATS), _STOP_IDS.stop
         self._layout = [(processor, self._place(processor)) for processor in processors]
         neutral = self.pack(
@@ -123,12 +125,28 @@ class SamplingTable:
         eos_token_ids: Iterable[int],
         default_seed: int,
     ) -> PackedRow:
-        """One request's row.
+        """One request's row, which is not to be changed: others that ask the same have it too.
 
         prompt_len: known tokens that are prompt; max_len: tokens at which the row is finished;
         default_seed: used when the request names none, so give each request its own.  Raises
         RequestError when the stop ids do not fit.
         """
+        asked = (params, prompt_len, max_len, tuple(eos_token_ids), default_seed)
+        found = self._alike.get(asked)
+        if found is None:
+            if len(self._alike) == _MOST_ALIKE:
+                self._alike.clear()
+            self._alike[asked] = found = self._pack(*asked)
+        return found
+
+    def _pack(
+        self,
+        params: SamplingParams,
+        prompt_len: int,
+        max_len: int,
+        eos_token_ids: tuple[int, ...],
+        default_seed: int,
+    ) -> PackedRow:
         stop_ids = params.all_stop_ids(eos_token_ids)
         floats = np.zeros(self._float_width, dtype=np.float32)
         floats[: len(_FLOATS)] = (params.temperature, params.top_p, params.min_p)

@@ -22,7 +22,7 @@ from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.answers.outputs import RequestOutput
 from paceline.engine.answers.token_logprobs import TokenLogprobs
 from paceline.llm.admission import Admission, AdmittedPrompt
-from paceline.llm.inputs import ChatPrompt, Ids, as_batch, as_prompt
+from paceline.llm.inputs import ChatPrompt, Ids, as_batch, as_prompt, plain_ids
 
 Text = str | Ids
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, seed=0, prompt_logprobs=0)
@@ -122,15 +122,16 @@ def label_prompts(
 
 def _labels(admission: Admission, label_token_ids: object) -> list[int]:
     """Checked here, where they are known to be labels."""
-    labels = as_prompt(label_token_ids)
-    if isinstance(labels, str | ChatPrompt) or not labels:
-        got = "none" if not labels else type(label_token_ids).__name__
+    given = as_prompt(label_token_ids)
+    if isinstance(given, str | ChatPrompt) or not given:
+        got = "none" if not given else type(label_token_ids).__name__
         raise _error("label_token_ids", "at least one token id", got)
+    labels = plain_ids(given)
     vocab_size = admission.config.vocab_size
     for label in labels:
         if type(label) is not int or not 0 <= label < vocab_size:
             raise _error("a label token id", f"an integer from 0 to {vocab_size - 1}", repr(label))
-    return labels  # type: ignore[return-value]
+    return list(labels)  # type: ignore[arg-type]
 
 
 def label_scores(

@@ -31,12 +31,20 @@ class VectorParams:
 
     def of(self, pooled: bytes) -> NDArray[np.float32]:
         """[dimensions] of what was pooled, float32 [width]; a vector of zeros stays one."""
-        vector = np.frombuffer(pooled, np.float32)[: self.dimensions]
-        if not self.normalize:
-            return vector
-        wide = vector.astype(np.float64)
-        length = float(np.sqrt(wide @ wide))
-        return (wide / (length or 1.0)).astype(np.float32)
+        return self.of_each([pooled])[0]
+
+    def of_each(self, pooled: Sequence[bytes]) -> list[NDArray[np.float32]]:
+        """The same of several, at once."""
+        if not pooled:
+            return []
+        rows = np.frombuffer(b"".join(pooled), np.float32).reshape(len(pooled), -1)
+        rows = rows[:, : self.dimensions]
+        if self.normalize:
+            wide = rows.astype(np.float64)
+            lengths = np.sqrt((wide * wide).sum(axis=1, keepdims=True))
+            lengths[lengths == 0.0] = 1.0
+            rows = (wide / lengths).astype(np.float32)
+        return [row.copy() for row in rows]  # of each its own memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,15 +58,23 @@ class EmbeddingOutput:
 
 def embeddings(outputs: Sequence[RequestOutput], params: VectorParams) -> list[EmbeddingOutput]:
     """Of finished requests that pool.  Raises RequestError for one that failed."""
-    return [_embedding(output, params) for output in outputs]
+    pooled = [_pooled(output) for output in outputs]
+    return [
+        _embedding(output, vector)
+        for output, vector in zip(outputs, params.of_each(pooled), strict=True)
+    ]
 
 
-def _embedding(output: RequestOutput, params: VectorParams) -> EmbeddingOutput:
+def _pooled(output: RequestOutput) -> bytes:
     if output.pooled is None:
         raise RequestError(output.outputs[0].error or f"{output.request_id} was aborted")
+    return output.pooled
+
+
+def _embedding(output: RequestOutput, vector: NDArray[np.float32]) -> EmbeddingOutput:
     assert output.metrics is not None, "it is finished"
     return EmbeddingOutput(
-        vector=params.of(output.pooled),
+        vector=vector,
         prompt_token_ids=output.prompt_token_ids,
         cached_tokens=output.metrics.cached_tokens,
     )

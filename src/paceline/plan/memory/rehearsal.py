@@ -207,11 +207,11 @@ def largest_graphs(limits: RunnerConfig, max_drafting: int | None = None) -> lis
     """What is captured first: of a ragged step, where any is; of a round, where somebody drafts;
     of a decode, unless as many requests draft."""
     reqs = min(limits.graph_max_reqs, limits.max_running)
-    tokens = min(limits.graph_max_tokens, limits.max_tokens, limits.context_len)
+    sizes = limits.graph_sizes()
     size = PaddedSize.uniform(reqs, 1)
     decode = RehearsedStep(size=size, sampler=SamplerTier.GREEDY, logprobs=False)
     rounds = _rounds(limits, decode, reqs, max_drafting)
-    ragged = [replace(decode, size=PaddedSize.ragged(1, tokens))] if tokens else []
+    ragged = [replace(decode, size=sizes.empty(tokens)) for tokens in sizes.tokens[-1:]]
     covered = any(shape.size.reqs == reqs for shape in rounds)
     return [*ragged, *rounds] if covered else [*ragged, decode, *rounds]
 

@@ -31,7 +31,7 @@ class GraphKeys:
         """The key of the longest ragged step; None: these run eagerly."""
         if not self.ragged_tokens:
             return None
-        return self._key(PaddedSize.ragged(1, self._sizes.tokens[-1]), is_ragged=True)
+        return self._key(self._sizes.empty(self._sizes.tokens[-1]), is_ragged=True)
 
     def largest_decode(self) -> GraphKey | None:
         """What brings requests forward: a round where there is a drafter, else one token each.
@@ -64,9 +64,12 @@ class GraphKeys:
                 both = frozenset({End.GENERATE, End.POOL})
                 keys.append(self._key(PaddedSize.ragged(1, longest), is_ragged=True, ends=both))
         if self.ragged_tokens:
-            few = [(1, tokens) for tokens in (*_one_per_power(self._sizes.tokens), longest)]
-            many = [(sizes[-1] + 1, self._sizes.tokens[index]) for index in (0, -1)]
-            ragged = [PaddedSize.ragged(reqs, tokens) for reqs, tokens in few + many]
+            ragged = [self._sizes.empty(tokens) for tokens in _one_per_power(self._sizes.tokens)]
+            ragged.append(PaddedSize.ragged(1, longest))
+            most = sizes[-1] + self._sizes.spare_rows
+            ragged += [
+                replace(self._sizes.empty(self._sizes.tokens[i]), reqs=most) for i in (0, -1)
+            ]
             seen = [MaskKind.CAUSAL]
             if self._parts.table.block_ends is not None:
                 seen.append(MaskKind.BLOCK)
@@ -134,6 +137,7 @@ class GraphKeys:
             padded_reqs=size.reqs,
             extend_len=None if is_ragged else size.max_extend_len,
             ragged_tokens=size.tokens if is_ragged else None,
+            pad_len=size.pad_len,
             mask=mask,
             is_round=is_round,
             backend=self._parts.backend.name,

@@ -2,8 +2,9 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 
-from paceline.runner.extents import PaddedSize
+from paceline.runner.extents import PaddedSize, rows_left_over
 
 _FEWEST_TOKENS = 16  # of a padded ragged step, unless none may be larger
 
@@ -14,9 +15,12 @@ class GraphSizes:
 
     sizes: tuple[int, ...]  # ascending
     tokens: tuple[int, ...]  # ascending; empty: ragged steps run eagerly
+    pad_len: int = 0  # tokens of a padded row of a ragged step at most; 0: any number
 
     @staticmethod
-    def up_to(max_reqs: int, *, every: int = 4, max_tokens: int = 0) -> "GraphSizes":
+    def up_to(
+        max_reqs: int, *, every: int = 4, max_tokens: int = 0, pad_len: int = 0
+    ) -> "GraphSizes":
         """Requests: every size up to `every`, then 6, 8, 12, 16, then each 8 to 64, each 16 to 128
         and each 32 up to max_reqs, which is in.  Tokens: from 16 on each power of two and the
         middle to the next, up to max_tokens, which is in unless it is 0.
@@ -28,7 +32,18 @@ class GraphSizes:
         return GraphSizes(
             tuple(sorted({n for n in fine | coarse if n < max_reqs} | {max_reqs})),
             tuple(sorted(n for n in tokens | {max_tokens} if 0 < n <= max_tokens)),
+            pad_len,
         )
+
+    @property
+    def spare_rows(self) -> int:
+        """Padded rows that a ragged step needs beside its own at most; 0: none is padded."""
+        gaps = [high - low - 1 for low, high in pairwise((0, *self.tokens))]
+        return max((max(1, rows_left_over(gap, self.pad_len)) for gap in gaps), default=0)
+
+    def empty(self, tokens: int) -> PaddedSize:
+        """A ragged step of so many tokens without a request, of as few rows as hold them."""
+        return PaddedSize.ragged(max(1, rows_left_over(tokens, self.pad_len)), tokens, self.pad_len)
 
     def pad(self, num_reqs: int, extend_len: int) -> PaddedSize | None:
         """The smallest that holds `num_reqs` rows of `extend_len` tokens; None when none does."""
@@ -38,16 +53,17 @@ class GraphSizes:
         return PaddedSize.uniform(self.sizes[index], extend_len)
 
     def pad_ragged(self, num_reqs: int, num_tokens: int) -> PaddedSize | None:
-        """What holds a ragged step, tokens left over in a row of their own.
+        """What holds a ragged step, tokens left over in rows of their own.
 
-        Requests are a power of four, or one more than the largest size: the row of what is left
-        over comes on top.  None when nothing holds it.
+        Requests are a power of four, or the spare rows and the largest size: those of what is left
+        over come on top.  None when nothing holds it.
         """
         index = bisect_left(self.tokens, num_tokens)
         if index == len(self.tokens):
             return None
-        rows, most = num_reqs + (self.tokens[index] > num_tokens), self.sizes[-1] + 1
+        tokens, most = self.tokens[index], self.sizes[-1] + self.spare_rows
+        rows = num_reqs + rows_left_over(tokens - num_tokens, self.pad_len)
         if rows > most:
             return None
         reqs = min(4 ** (((rows - 1).bit_length() + 1) // 2), most)
-        return PaddedSize.ragged(reqs, self.tokens[index])
+        return PaddedSize.ragged(reqs, tokens, self.pad_len)

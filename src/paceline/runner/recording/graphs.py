@@ -25,6 +25,7 @@ class GraphKey:
     padded_reqs: int
     extend_len: int | None  # exact, of every row; None: ragged
     ragged_tokens: int | None  # padded tokens of a ragged step in all, which bound each row's
+    pad_len: int = 0  # of these, tokens of a padded row at most; 0: any number
     mask: MaskKind  # a tree's shape is device data; that there is one is not
     is_round: bool = False  # drafts, verifies and commits; otherwise the step's tokens are known
     backend: str
@@ -48,7 +49,7 @@ class GraphKey:
         if self.extend_len is not None:
             return PaddedSize.uniform(self.padded_reqs, self.extend_len)
         assert self.ragged_tokens is not None, self
-        return PaddedSize.ragged(self.padded_reqs, self.ragged_tokens)
+        return PaddedSize.ragged(self.padded_reqs, self.ragged_tokens, self.pad_len)
 
 
 class Graph(Protocol):

@@ -7,6 +7,7 @@ from torch import Tensor
 from paceline.attention.held import Link, links
 from paceline.core.errors import GraphGuardError, IntegrityError
 from paceline.core.step import Step
+from paceline.runner.extents import rows_left_over
 from paceline.runner.program import Parts
 from paceline.runner.recording.graphs import GraphKey
 
@@ -51,8 +52,9 @@ class Guard:
         is_ragged, tokens = key.extend_len is None, key.size.tokens
         if is_ragged and layout.num_tokens > tokens:
             raise self._error("tokens", f"at most {tokens}", layout.num_tokens)
-        # What is left over of a ragged step's tokens is a row of its own.
-        room = key.padded_reqs - (is_ragged and layout.num_tokens < tokens)
+        # What is left over of a ragged step's tokens is in rows of its own.
+        left = tokens - layout.num_tokens if is_ragged else 0
+        room = key.padded_reqs - rows_left_over(left, key.pad_len)
         if layout.num_reqs > room:
             raise self._error("requests", f"at most {room}", layout.num_reqs)
         if not is_ragged and layout.extend_lens.count(key.extend_len) < layout.num_reqs:

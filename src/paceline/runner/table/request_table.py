@@ -6,10 +6,12 @@ request joins.  Row 0 is reserved: it holds the padding facts, so a padded row o
 special case anywhere.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
@@ -27,6 +29,7 @@ from paceline.layers.sampling import LogitsProcessor, SamplingTable
 from paceline.runner.staging import Copy, StagingSlot
 from paceline.runner.table.block_ends import BlockEnds
 from paceline.runner.table.overlay import Overlay
+from paceline.runner.table.runs import join_runs, page_runs
 
 NO_SECOND = 2**31 - 1  # behind every token
 
@@ -96,53 +99,60 @@ class RequestTable:
         """[rows]  int32  FinishCode."""
         return self._state[:, 1]
 
-    def stage(self, deltas: Iterable[Delta], slot: StagingSlot) -> list[Copy]:
+    def stage(self, deltas: Sequence[Delta], slot: StagingSlot) -> list[Copy]:
         """Put deltas into pinned memory; returns the copies the step's stream must execute."""
         copies: list[Copy] = []
+        for joining in join_runs(deltas):
+            copies += self._stage_joins(joining, slot)
+        copies += [self._stage_pages(pages, slot) for pages in page_runs(deltas)]
         for delta in deltas:
-            if isinstance(delta, PageDelta):
-                copies.append(self._stage_pages(delta, slot))
-            elif isinstance(delta, OverlayDelta):
+            if isinstance(delta, OverlayDelta):
                 assert self.overlay is not None, "the scheduler has slots where there is an overlay"
                 copies.extend(self.overlay.stage(delta, slot))
-            else:
-                copies.extend(self._stage_join(delta, slot))
+            elif isinstance(delta, JoinDelta):
+                copies.extend(self._stage_positions(delta.row, delta.positions, slot))
+                copies.extend(self._stage_encoder_len(delta.row, delta.encoder, slot))
                 if self.overlay is not None:
                     copies.extend(self.overlay.clear(delta.row))
                 if self.block_ends is not None:
                     copies.extend(self.block_ends.stage(delta.row, delta.blocks, slot))
         return copies
 
-    def _stage_pages(self, delta: PageDelta, slot: StagingSlot) -> Copy:
-        table = self.page_tables[delta.group]
-        end = delta.start + len(delta.page_ids)
+    def _stage_pages(self, run: Sequence[PageDelta], slot: StagingSlot) -> Copy:
+        first = run[0]
+        table, end = self.page_tables[first.group], first.start + len(first.page_ids)
         assert end <= table.shape[1], (
             f"page delta ends at entry {end}, the table has {table.shape[1]}"
         )
-        page_ids = np.array(delta.page_ids, dtype=np.int32)
-        return table[delta.row, delta.start : end], slot.put(page_ids)
+        page_ids = np.array([delta.page_ids for delta in run], dtype=np.int32)
+        return _rows(table, first.row, len(run))[:, first.start : end], slot.put(page_ids)
 
-    def _stage_join(self, delta: JoinDelta, slot: StagingSlot) -> list[Copy]:
-        assert delta.blocks is None or self.block_ends is not None, "blocks in a table without"
-        tokens = np.array(delta.token_ids, dtype=np.int32)
-        state = np.array((delta.prefix_len, FinishCode.RUNNING), dtype=np.int32)
-        packed = self.sampling.pack(
-            delta.params,
-            prompt_len=delta.prompt_len,
-            max_len=delta.max_len,
-            eos_token_ids=self._eos_token_ids,
-            default_seed=0,
-        )
-        row = delta.row
-        return [
-            (self.token_ids[row, : len(delta.token_ids)], slot.put(tokens)),
-            (self._state[row], slot.put(state)),
-            (self.sampling.floats[row], slot.put(packed.floats)),
-            (self.sampling.ints[row], slot.put(packed.ints)),
-            *self._stage_positions(row, delta.positions, slot),
-            *self._stage_encoder_len(row, delta.encoder, slot),
-            *self._stage_second(row, delta.second_from, slot),
+    def _stage_joins(self, run: Sequence[JoinDelta], slot: StagingSlot) -> list[Copy]:
+        """Behind the shorter prompts of a run stand zeros, which nobody knows."""
+        first, num_rows = run[0].row, len(run)
+        tokens = np.zeros((num_rows, max(len(delta.token_ids) for delta in run)), dtype=np.int32)
+        for row, delta in zip(tokens, run, strict=True):
+            assert delta.blocks is None or self.block_ends is not None, "blocks in a table without"
+            row[: len(delta.token_ids)] = delta.token_ids
+        states = [(delta.prefix_len, FinishCode.RUNNING) for delta in run]
+        packed = [
+            self.sampling.pack(
+                delta.params,
+                prompt_len=delta.prompt_len,
+                max_len=delta.max_len,
+                eos_token_ids=self._eos_token_ids,
+                default_seed=0,
+            )
+            for delta in run
         ]
+        staged: list[tuple[Tensor, NDArray[Any]]] = [
+            (self.token_ids[:, : tokens.shape[1]], tokens),
+            (self._state, np.array(states, dtype=np.int32)),
+            (self.sampling.floats, np.stack([row.floats for row in packed])),
+            (self.sampling.ints, np.stack([row.ints for row in packed])),
+            *self._second_texts(run),
+        ]
+        return [(_rows(table, first, num_rows), slot.put(values)) for table, values in staged]
 
     def _stage_encoder_len(
         self, row: int, given: EncoderInput | None, slot: StagingSlot
@@ -154,13 +164,14 @@ class RequestTable:
         num_rows = np.array([0 if given is None else given.num_rows], dtype=np.int32)
         return [(self.encoder_lens[row : row + 1], slot.put(num_rows))]
 
-    def _stage_second(self, row: int, given: int | None, slot: StagingSlot) -> list[Copy]:
-        """Where a joining request's second text begins."""
+    def _second_texts(self, run: Sequence[JoinDelta]) -> list[tuple[Tensor, NDArray[np.int32]]]:
+        """Where the second text of each joining request's pair begins."""
+        given = [delta.second_from for delta in run]
         if self.second_from is None:
-            assert given is None, "a pair's second text in a table that does not tell it apart"
+            assert not any(given), "a pair's second text in a table that does not tell it apart"
             return []
-        first = np.array([NO_SECOND if given is None else given], dtype=np.int32)
-        return [(self.second_from[row : row + 1], slot.put(first))]
+        first = [NO_SECOND if each is None else each for each in given]
+        return [(self.second_from, np.array(first, dtype=np.int32))]
 
     def _stage_positions(
         self, row: int, given: PromptPositions | None, slot: StagingSlot
@@ -194,3 +205,8 @@ class RequestTable:
         if self.rope is not None:
             tensors["table.rope.given"], tensors["table.rope.ahead"] = self.rope
         return tensors
+
+
+def _rows(table: Tensor, first: int, count: int) -> Tensor:
+    """[count, ...]"""
+    return table[first : first + count]
