@@ -161,7 +161,7 @@ def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
     sends anew.  Raises KernelArgumentError, TimeoutError where a rank sends nothing, PacelineError
     where one has ended.
     """
-    _check(x, exchange)
+    check_message(x, exchange)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _ALL_REDUCE(x, exchange.rank, exchange.box, exchange.sent, exchange.peers, out)
     return out
@@ -172,13 +172,14 @@ def all_gather(x: Tensor, columns: int, exchange: Exchange) -> Tensor:
 
     x: [rows, this rank's columns], as of `Parallel.share_rows(columns)`.
     """
-    _check(x, exchange)
+    check_message(x, exchange)
     out = x.new_empty(x.shape[0], columns)
     _ALL_GATHER(x, exchange.rank, exchange.box, exchange.sent, exchange.peers, out)
     return out
 
 
-def _check(x: Tensor, exchange: Exchange) -> None:
+def check_message(x: Tensor, exchange: Exchange) -> None:
+    """Raise KernelArgumentError for what the exchange does not carry."""
     box = exchange.box
     is_kind = x.dtype in (box.dtype, torch.float32) and x.device == box.device
     fits = device_type(box.device) != "cpu" or x.nbytes <= box.shape[2] * box.itemsize

@@ -42,7 +42,7 @@ def _slice_ptr(
 
 
 @triton.jit
-def _send(
+def send(
     values,  # [BLOCK] of the message
     live,  # [BLOCK] bool
     turn,
@@ -68,7 +68,7 @@ def _send(
 
 
 @triton.jit
-def _wait(
+def wait(
     sent_ptr,  # [CHANNELS, RANKS] int64
     turn,
     channel,
@@ -101,6 +101,34 @@ def _wait(
 
 
 @triton.jit
+def ordered_sum(
+    own,  # [BLOCK] this rank's part
+    live,  # [BLOCK] bool
+    turn,
+    channel,
+    peers_ptr,
+    like_ptr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """[BLOCK] float32, rank 0's part first."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for sender in tl.static_range(RANKS):
+        if sender == RANK:
+            part = own
+        else:
+            slice_ptr = _slice_ptr(peers_ptr, like_ptr, RANK, sender, turn, channel, RANKS, SLICE)
+            part = tl.load(slice_ptr + tl.arange(0, BLOCK), mask=live, other=0.0, volatile=True)
+        if sender == 0:
+            total = part.to(tl.float32)
+        else:
+            total += part.to(tl.float32)
+    return total
+
+
+@triton.jit
 def _all_reduce_kernel(
     x_ptr,  # [numel]
     out_ptr,  # [numel]
@@ -124,19 +152,9 @@ def _all_reduce_kernel(
         columns = first + tl.arange(0, BLOCK)
         live = columns < numel
         own = tl.load(x_ptr + columns, mask=live, other=0.0)
-        _send(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
-        _wait(sent_ptr, turn, channel, RANK, RANKS, WAIT_NS, INTERPRETED)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for sender in tl.static_range(RANKS):
-            if sender == RANK:
-                part = own
-            else:
-                slice_ptr = _slice_ptr(peers_ptr, x_ptr, RANK, sender, turn, channel, RANKS, SLICE)
-                part = tl.load(slice_ptr + tl.arange(0, BLOCK), mask=live, other=0.0, volatile=True)
-            if sender == 0:
-                total = part.to(tl.float32)
-            else:
-                total += part.to(tl.float32)
+        send(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
+        wait(sent_ptr, turn, channel, RANK, RANKS, WAIT_NS, INTERPRETED)
+        total = ordered_sum(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
         tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=live)
         turn += 1
     tl.store(own_ptr, turn)
@@ -169,8 +187,8 @@ def _all_gather_kernel(
         places = first + tl.arange(0, BLOCK)
         live = places < rows * own_columns
         own = tl.load(x_ptr + places, mask=live, other=0.0)
-        _send(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
-        _wait(sent_ptr, turn, channel, RANK, RANKS, WAIT_NS, INTERPRETED)
+        send(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
+        wait(sent_ptr, turn, channel, RANK, RANKS, WAIT_NS, INTERPRETED)
         for sender in tl.static_range(RANKS):
             theirs = tl.maximum(tl.minimum(most, columns - sender * most), 0)
             has = places < rows * theirs
@@ -228,6 +246,17 @@ def launch_all_gather(
     )
 
 
+def channel_constants(x: Tensor, rank: int, ranks: int) -> dict[str, Any]:
+    """What `send`, `wait` and `ordered_sum` are compiled for, but for their BLOCK."""
+    return {
+        "RANK": rank,
+        "RANKS": ranks,
+        "SLICE": SLICE_BYTES // x.element_size(),
+        "WAIT_NS": int(WAIT_S * 1e9),
+        "INTERPRETED": interpreted(_all_reduce_kernel),
+    }
+
+
 def _channels(
     x: Tensor, rank: int, ranks: int, numel: int
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -235,12 +264,8 @@ def _channels(
     largest = SLICE_BYTES // x.element_size()
     block = min(largest, max(_LEAST, next_power_of_2(cdiv(numel, CHANNELS))))
     constants = {
-        "RANK": rank,
-        "RANKS": ranks,
-        "SLICE": largest,
+        **channel_constants(x, rank, ranks),
         "BLOCK": block,
-        "WAIT_NS": int(WAIT_S * 1e9),
-        "INTERPRETED": interpreted(_all_reduce_kernel),
         "num_warps": 4 if block <= 4 * _LEAST else 8,
     }
     return (min(CHANNELS, cdiv(numel, block)),), constants

@@ -12,7 +12,7 @@ from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel, Span, whole
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
-from paceline.layers.rank_sum import summed
+from paceline.layers.rank_sum import Unsummed, summed
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement, empty_parameter
 from paceline.layers.weights.weight_format import Destination, TensorPart, hold
@@ -55,7 +55,7 @@ class GatedDeltaNet(nn.Module):
         )
         self.out = summed(out, parallel, placement)
 
-    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor | Unsummed:
         """x [tokens, hidden] -> [tokens, hidden]; positions are not read: states know the order."""
         shape, tokens = self.shape, x.shape[0]
         fused = self.held.format.apply(x, self.held.weight)
@@ -76,7 +76,7 @@ class GatedDeltaNet(nn.Module):
         )
         # Qwen3-Next of transformers rounds what is normed, and gated_norm's NORM_GATE does not.
         gated = self.norm(mixed) * silu(gates.reshape(mixed.shape).float())
-        out: Tensor = self.out(gated.to(x.dtype).flatten(1))
+        out: Tensor | Unsummed = self.out(gated.to(x.dtype).flatten(1))
         return out
 
     def conv_target(self) -> Destination:

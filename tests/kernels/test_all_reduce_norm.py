@@ -1,0 +1,120 @@
+"""The ranks' sum, joined with the addition and the norm behind it, is what one behind the other
+gives: on threads, and of the program that a GPU runs."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from test_all_reduce import memory_of
+from torch import Tensor
+
+from paceline.core.errors import KernelArgumentError
+from paceline.kernels import all_reduce_norm as joined
+from paceline.kernels._triton import all_reduce_norm as kernels
+from paceline.kernels.all_reduce import (
+    SLICE_BYTES,
+    Exchange,
+    all_reduce,
+    open_exchange,
+    peer_table,
+)
+from paceline.kernels.all_reduce_norm import (
+    all_reduce_add_rms_norm,
+    all_reduce_add_rms_norm_reference,
+)
+from paceline.kernels.rms_norm import add_rms_norm
+from paceline.kernels.stand_in import StandIn
+
+CPU = torch.device("cpu")
+EPS = 1e-5
+KINDS = {"plain": {}, "offset": {"unit_offset": True}, "wide": {"wide": True}}
+
+
+def made(size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """parts, the residual stream, a weight"""
+    torch.manual_seed(dim)
+    parts, residual = torch.randn(size, 3, dim), torch.randn(3, dim)
+    return parts.to(dtype), residual.to(dtype), (torch.rand(dim) + 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_get_what_a_sum_and_a_norm_behind_it_give(kind: str) -> None:
+    parts, residual, weight = made(3, 40, torch.bfloat16)
+    ways = open_exchange(3, 120, dtype=torch.bfloat16, device=CPU)
+
+    def work(rank: int) -> tuple[Tensor, Tensor]:
+        stream = residual.clone()
+        own = parts[rank]
+        out = all_reduce_add_rms_norm(own, stream, weight, EPS, ways[rank], **KINDS[kind])
+        again = residual.clone()
+        wanted = add_rms_norm(all_reduce(own, ways[rank]), again, weight, EPS, **KINDS[kind])
+        assert torch.equal(out, wanted)
+        assert torch.equal(stream, again)
+        return out, stream
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(work, range(3)))
+    normed, total = all_reduce_add_rms_norm_reference(parts, residual, weight, EPS, **KINDS[kind])
+    for out, stream in found:
+        assert torch.equal(stream, total)
+        torch.testing.assert_close(out, normed, atol=0.02, rtol=0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_program_of_a_gpu_sums_adds_and_normalises_a_row(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank behind the other, as in `test_all_reduce`; three rows for two programs, twice."""
+    monkeypatch.setattr(kernels, "CHANNELS", 2)
+    size, dim = 2, 40
+    parts, residual, weight = made(size, dim, dtype)
+    memories = [memory_of(size, dtype) for _ in range(size)]
+    peers = peer_table([(box.data_ptr(), sent.data_ptr()) for box, sent in memories], CPU)
+    wanted, total = all_reduce_add_rms_norm_reference(parts, residual, weight, EPS, **KINDS[kind])
+    flags = [KINDS[kind].get(name, False) for name in ("unit_offset", "wide")]
+    turns = [0, 0]
+    for _ in range(2):
+        for rank, (box, sent) in enumerate(memories):
+            for sender in range(rank + 1, size):
+                for row, (channel, turn) in enumerate([(0, 0), (1, 0), (0, 1)]):
+                    first = channel * (SLICE_BYTES // dtype.itemsize)
+                    place = box[(turns[channel] + turn) % 2, sender, first : first + dim]
+                    place.copy_(parts[sender, row])
+                sent[0, sender], sent[1, sender] = turns[0] + 2, turns[1] + 1
+            stream, out = residual.clone(), torch.full_like(residual, float("nan"))
+            kernels.launch_all_reduce_norm(
+                parts[rank], stream, weight, EPS, *flags, rank, box, sent, peers, out
+            )
+            assert torch.equal(stream, total)
+            torch.testing.assert_close(out, wanted)
+        turns = [turns[0] + 2, turns[1] + 1]
+        assert all(sent[:2].tolist() == [[turn] * size for turn in turns] for _, sent in memories)
+
+
+@pytest.mark.parametrize(("dim", "sums"), [(SLICE_BYTES // 4, 0), (SLICE_BYTES // 4 + 8, 1)])
+def test_a_gpu_joins_them_where_a_row_is_a_slice(
+    dim: int, sums: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = []
+
+    def told(x: Tensor, way: Exchange) -> Tensor:
+        alone.append(x)
+        return x
+
+    monkeypatch.setattr(joined, "all_reduce", told)
+    meta = torch.device("meta")
+    with StandIn("cuda", None):
+        [way, _] = open_exchange(2, 8, dtype=torch.float32, device=meta)
+        x, weight = torch.empty(2, dim, device=meta), torch.empty(dim, device=meta)
+        assert all_reduce_add_rms_norm(x, x, weight, EPS, way).shape == x.shape
+    assert len(alone) == sums
+
+
+def test_a_stream_of_another_shape_is_refused() -> None:
+    meta = torch.device("meta")
+    with StandIn("cuda", None):
+        [way, _] = open_exchange(2, 8, dtype=torch.float32, device=meta)
+        x, weight = torch.empty(2, 8, device=meta), torch.empty(8, device=meta)
+        with pytest.raises(KernelArgumentError, match=r"residual must be .*\[2, 8\]"):
+            all_reduce_add_rms_norm(x, x[:1], weight, EPS, way)
