@@ -2,6 +2,7 @@
 gives: on threads, and of the program that a GPU runs."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from paceline.core.errors import KernelArgumentError
 from paceline.kernels import all_reduce_norm as joined
 from paceline.kernels._triton import all_reduce_norm as kernels
 from paceline.kernels.all_reduce import (
+    ABSENT,
+    CHANNELS,
     SLICE_BYTES,
     Exchange,
+    ExchangeMemory,
     all_reduce,
     open_exchange,
     peer_table,
@@ -30,16 +34,25 @@ EPS = 1e-5
 KINDS = {"plain": {}, "offset": {"unit_offset": True}, "wide": {"wide": True}}
 
 
-def made(size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """parts, the residual stream, a weight"""
+class Case(NamedTuple):
+    parts: Tensor  # [ranks, 3, dim]
+    residual: Tensor  # [3, dim]
+    weight: Tensor  # [dim]
+
+    def reference(self, kind: str) -> tuple[Tensor, Tensor]:
+        return all_reduce_add_rms_norm_reference(*self, EPS, **KINDS[kind])
+
+
+def made(size: int, dim: int, dtype: torch.dtype) -> Case:
     torch.manual_seed(dim)
     parts, residual = torch.randn(size, 3, dim), torch.randn(3, dim)
-    return parts.to(dtype), residual.to(dtype), (torch.rand(dim) + 0.5).to(dtype)
+    return Case(parts.to(dtype), residual.to(dtype), (torch.rand(dim) + 0.5).to(dtype))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_get_what_a_sum_and_a_norm_behind_it_give(kind: str) -> None:
-    parts, residual, weight = made(3, 40, torch.bfloat16)
+    case = made(3, 40, torch.bfloat16)
+    parts, residual, weight = case
     ways = open_exchange(3, 120, dtype=torch.bfloat16, device=CPU)
 
     def work(rank: int) -> tuple[Tensor, Tensor]:
@@ -54,10 +67,23 @@ def test_ranks_get_what_a_sum_and_a_norm_behind_it_give(kind: str) -> None:
 
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(work, range(3)))
-    normed, total = all_reduce_add_rms_norm_reference(parts, residual, weight, EPS, **KINDS[kind])
+    normed, total = case.reference(kind)
     for out, stream in found:
         assert torch.equal(stream, total)
         torch.testing.assert_close(out, normed, atol=0.02, rtol=0.01)
+
+
+def launched(
+    case: Case, memories: list[ExchangeMemory], rank: int, kind: str
+) -> tuple[Tensor, Tensor]:
+    """(norm, stream) of a rank that runs the kernel."""
+    peers = peer_table([memory.addresses for memory in memories], CPU)
+    flags = [KINDS[kind].get(name, False) for name in ("unit_offset", "wide")]
+    stream, out = case.residual.clone(), torch.full_like(case.residual, float("nan"))
+    kernels.launch_all_reduce_norm(
+        case.parts[rank], stream, case.weight, EPS, *flags, rank, *memories[rank], peers, out
+    )
+    return out, stream
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,29 +93,45 @@ def test_a_program_of_a_gpu_sums_adds_and_normalises_a_row(
 ) -> None:
     """One rank behind the other, as in `test_all_reduce`; three rows for two programs, twice."""
     monkeypatch.setattr(kernels, "CHANNELS", 2)
+    monkeypatch.setattr(kernels, "POLLED", 0)
     size, dim = 2, 40
-    parts, residual, weight = made(size, dim, dtype)
+    case = made(size, dim, dtype)
     memories = [memory_of(size, dtype) for _ in range(size)]
-    peers = peer_table([(box.data_ptr(), sent.data_ptr()) for box, sent in memories], CPU)
-    wanted, total = all_reduce_add_rms_norm_reference(parts, residual, weight, EPS, **KINDS[kind])
-    flags = [KINDS[kind].get(name, False) for name in ("unit_offset", "wide")]
+    wanted, total = case.reference(kind)
     turns = [0, 0]
     for _ in range(2):
-        for rank, (box, sent) in enumerate(memories):
+        for rank, memory in enumerate(memories):
             for sender in range(rank + 1, size):
                 for row, (channel, turn) in enumerate([(0, 0), (1, 0), (0, 1)]):
                     first = channel * (SLICE_BYTES // dtype.itemsize)
-                    place = box[(turns[channel] + turn) % 2, sender, first : first + dim]
-                    place.copy_(parts[sender, row])
-                sent[0, sender], sent[1, sender] = turns[0] + 2, turns[1] + 1
-            stream, out = residual.clone(), torch.full_like(residual, float("nan"))
-            kernels.launch_all_reduce_norm(
-                parts[rank], stream, weight, EPS, *flags, rank, box, sent, peers, out
-            )
+                    place = memory.box[(turns[channel] + turn) % 2, sender, first : first + dim]
+                    place.copy_(case.parts[sender, row])
+                memory.sent[:2, sender] = torch.tensor(turns) + torch.tensor([2, 1])
+            out, stream = launched(case, memories, rank, kind)
             assert torch.equal(stream, total)
             torch.testing.assert_close(out, wanted)
         turns = [turns[0] + 2, turns[1] + 1]
-        assert all(sent[:2].tolist() == [[turn] * size for turn in turns] for _, sent in memories)
+        for memory in memories:
+            assert memory.sent[:2].tolist() == [[turn] * size for turn in turns]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_rows_that_nobody_announces_are_taken_as_they_come(dtype: torch.dtype) -> None:
+    """As above, of three ranks; a number that looks as if it had not come is another NaN."""
+    size, dim = 3, 40
+    case = made(size, dim, dtype)
+    case.parts[0, 1, 7:9].view(torch.int8).fill_(ABSENT)
+    memories = [memory_of(size, dtype) for _ in range(size)]
+    wanted, total = case.reference("plain")
+    for turn in range(3):
+        for rank, memory in enumerate(memories):
+            for sender in range(rank + 1, size):
+                memory.rows[turn % 2, sender, :3, :dim] = case.parts[sender]
+            out, stream = launched(case, memories, rank, "plain")
+            torch.testing.assert_close(stream, total, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(out, wanted, equal_nan=True)
+            assert memory.sent[CHANNELS : CHANNELS + 4, rank].tolist() == [turn + 1] * 3 + [0]
+            assert (memory.rows[turn % 2, :, :3, :dim].view(torch.int8) == ABSENT).all()
 
 
 @pytest.mark.parametrize(("dim", "sums"), [(SLICE_BYTES // 4, 0), (SLICE_BYTES // 4 + 8, 1)])

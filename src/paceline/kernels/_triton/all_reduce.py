@@ -21,6 +21,7 @@ from paceline.kernels.all_reduce import CHANNELS, RELEASED, SLICE_BYTES, WAIT_S
 
 _CHANNELS, _RELEASED = tl.constexpr(CHANNELS), tl.constexpr(RELEASED)
 _LEAST = 512  # numbers of a slice: 4 warps of 16 bytes
+_SPREAD = 128  # channels of a message that needs no more
 _POLLS = tl.constexpr(1 << 16)  # from look to look at the clock
 
 
@@ -36,7 +37,7 @@ def _slice_ptr(
     SLICE: tl.constexpr,  # numbers of the message's dtype
 ):
     """Where a slice lies in a box [2, RANKS, CHANNELS, SLICE]."""
-    box_ptr = tl.load(peers_ptr + 2 * owner).to(like_ptr.dtype)
+    box_ptr = tl.load(peers_ptr + 3 * owner).to(like_ptr.dtype)
     place = (((turn % 2) * RANKS + sender) * _CHANNELS + channel) * SLICE
     return tl.multiple_of(box_ptr + place, 16)
 
@@ -61,7 +62,7 @@ def send(
         tl.store(slice_ptr + tl.arange(0, BLOCK), values, mask=live)
     tl.debug_barrier()  # one thread speaks for all
     for step in tl.static_range(1, RANKS):
-        words_ptr = tl.load(peers_ptr + 2 * ((RANK + step) % RANKS) + 1).to(
+        words_ptr = tl.load(peers_ptr + 3 * ((RANK + step) % RANKS) + 1).to(
             tl.pointer_type(tl.int64)
         )
         tl.atomic_xchg(words_ptr + channel * RANKS + RANK, turn + 1, sem="release", scope="sys")
@@ -69,7 +70,7 @@ def send(
 
 @triton.jit
 def wait(
-    sent_ptr,  # [CHANNELS, RANKS] int64
+    sent_ptr,  # [WORDS, RANKS] int64
     turn,
     channel,
     RANK: tl.constexpr,
@@ -133,8 +134,8 @@ def _all_reduce_kernel(
     x_ptr,  # [numel]
     out_ptr,  # [numel]
     box_ptr,  # this rank's, [2, RANKS, CHANNELS, SLICE]; written by its peers
-    sent_ptr,  # [CHANNELS, RANKS] int64
-    peers_ptr,  # [RANKS, 2] int64 addresses
+    sent_ptr,  # [WORDS, RANKS] int64
+    peers_ptr,  # [RANKS, 3] int64 addresses
     numel,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -165,8 +166,8 @@ def _all_gather_kernel(
     x_ptr,  # [rows, own_columns]
     out_ptr,  # [rows, columns]
     box_ptr,  # this rank's, [2, RANKS, CHANNELS, SLICE]; written by its peers
-    sent_ptr,  # [CHANNELS, RANKS] int64
-    peers_ptr,  # [RANKS, 2] int64 addresses
+    sent_ptr,  # [WORDS, RANKS] int64
+    peers_ptr,  # [RANKS, 3] int64 addresses
     rows,
     columns,
     most,  # columns of the first rank, which has most
@@ -262,7 +263,7 @@ def _channels(
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """(grid, constants) for a message of numel numbers, the same on every rank."""
     largest = SLICE_BYTES // x.element_size()
-    block = min(largest, max(_LEAST, next_power_of_2(cdiv(numel, CHANNELS))))
+    block = min(largest, max(_LEAST, next_power_of_2(cdiv(numel, _SPREAD))))
     constants = {
         **channel_constants(x, rank, ranks),
         "BLOCK": block,
