@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.all_reduce import channel_constants, ordered_sum, send, wait
-from paceline.kernels._triton.launch import launch, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.rms_norm import weighed
 from paceline.kernels._triton.runtime import next_power_of_2
 from paceline.kernels.all_reduce import ABSENT, CHANNELS, POLLED, RELEASED
@@ -212,6 +212,7 @@ def _all_reduce_norm_polled_kernel(
             total = number
         else:
             total += number
+    let_next_start(OVERLAPPED)  # not before: here nobody waits for a peer any more
     out_ptrs = out_ptr + row * DIM + columns
     _add_and_normalise(
         total,
