@@ -86,33 +86,41 @@ def launched(
     return out, stream
 
 
+ROWS = {1: [(0, 0, 0), (1, 0, 0), (0, 1, 0)], 2: [(0, 0, 0), (0, 0, 1), (1, 0, 0)]}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_a_program_of_a_gpu_sums_adds_and_normalises_a_row(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float16), (2, torch.float32)], ids=str)
+def test_a_program_of_a_gpu_sums_adds_and_normalises_rows(
+    kind: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank behind the other, as in `test_all_reduce`; three rows for two programs, twice."""
+    """One rank behind the other, as in `test_all_reduce`; three rows for two programs, twice.
+    rows: of a slice; ROWS: channel, turn and place of each."""
+    size, dim, block = 2, 40, 64
     monkeypatch.setattr(kernels, "CHANNELS", 2)
     monkeypatch.setattr(kernels, "POLLED", 0)
-    size, dim = 2, 40
+    monkeypatch.setattr(kernels, "_TURN_BYTES", rows * block * dtype.itemsize)
     case = made(size, dim, dtype)
     memories = [memory_of(size, dtype) for _ in range(size)]
     wanted, total = case.reference(kind)
-    turns = [0, 0]
+    turns = torch.zeros(2, dtype=torch.int64)
     for _ in range(2):
+        passed = torch.tensor(
+            [len({turn for at, turn, _ in ROWS[rows] if at == c}) for c in (0, 1)]
+        )
         for rank, memory in enumerate(memories):
             for sender in range(rank + 1, size):
-                for row, (channel, turn) in enumerate([(0, 0), (1, 0), (0, 1)]):
-                    first = channel * (SLICE_BYTES // dtype.itemsize)
-                    place = memory.box[(turns[channel] + turn) % 2, sender, first : first + dim]
-                    place.copy_(case.parts[sender, row])
-                memory.sent[:2, sender] = torch.tensor(turns) + torch.tensor([2, 1])
+                for row, (channel, turn, slot) in enumerate(ROWS[rows]):
+                    side = memory.box[(turns[channel] + turn) % 2, sender]
+                    first = channel * (SLICE_BYTES // dtype.itemsize) + slot * block
+                    side[first : first + dim] = case.parts[sender, row]
+                memory.sent[:2, sender] = turns + passed
             out, stream = launched(case, memories, rank, kind)
             assert torch.equal(stream, total)
             torch.testing.assert_close(out, wanted)
-        turns = [turns[0] + 2, turns[1] + 1]
+        turns += passed
         for memory in memories:
-            assert memory.sent[:2].tolist() == [[turn] * size for turn in turns]
+            assert torch.equal(memory.sent[:2], turns[:, None].expand(-1, size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

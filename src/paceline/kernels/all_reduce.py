@@ -34,7 +34,7 @@ CHANNELS = (
     528  # of a box on a GPU: programs that send side by side, of which four share a processor
 )
 SLICE_BYTES = 16384  # of a message, that a channel takes in one turn
-POLLED = 128  # rows of a message that is not announced, of a slice each
+POLLED = 256  # rows of a message that is not announced, of a slice each
 WORDS = CHANNELS + POLLED  # of a rank: turns of channels, then of rows
 ABSENT = -1  # bits of a number of `Exchange.rows` that has not come: no rank sends this NaN
 GONE = -1  # in place of a rank's number of messages: it has ended, and nobody waits for it

@@ -44,8 +44,9 @@ def _slice_ptr(
 
 @triton.jit
 def send(
-    values,  # [BLOCK] of the message
-    live,  # [BLOCK] bool
+    values,  # of the message, of any shape
+    live,  # bool, likewise
+    places,  # likewise, in the slice
     turn,
     channel,
     peers_ptr,
@@ -53,13 +54,12 @@ def send(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     SLICE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Push a slice to all peers and say so."""
     for step in tl.static_range(1, RANKS):
         peer = (RANK + step) % RANKS
         slice_ptr = _slice_ptr(peers_ptr, like_ptr, peer, RANK, turn, channel, RANKS, SLICE)
-        tl.store(slice_ptr + tl.arange(0, BLOCK), values, mask=live)
+        tl.store(slice_ptr + places, values, mask=live)
     tl.debug_barrier()  # one thread speaks for all
     for step in tl.static_range(1, RANKS):
         words_ptr = tl.load(peers_ptr + 3 * ((RANK + step) % RANKS) + 1).to(
@@ -103,8 +103,9 @@ def wait(
 
 @triton.jit
 def ordered_sum(
-    own,  # [BLOCK] this rank's part
-    live,  # [BLOCK] bool
+    own,  # this rank's part, as of `send`
+    live,
+    places,
     turn,
     channel,
     peers_ptr,
@@ -112,16 +113,15 @@ def ordered_sum(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     SLICE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """[BLOCK] float32, rank 0's part first."""
-    total = tl.zeros((BLOCK,), tl.float32)
+    """float32, rank 0's part first."""
+    total = tl.zeros(own.shape, tl.float32)
     for sender in tl.static_range(RANKS):
         if sender == RANK:
             part = own
         else:
             slice_ptr = _slice_ptr(peers_ptr, like_ptr, RANK, sender, turn, channel, RANKS, SLICE)
-            part = tl.load(slice_ptr + tl.arange(0, BLOCK), mask=live, other=0.0, volatile=True)
+            part = tl.load(slice_ptr + places, mask=live, other=0.0, volatile=True)
         if sender == 0:
             total = part.to(tl.float32)
         else:
@@ -150,12 +150,13 @@ def _all_reduce_kernel(
     own_ptr = sent_ptr + channel * RANKS + RANK
     turn = tl.load(own_ptr)
     for first in range(channel * BLOCK, numel, tl.num_programs(0) * BLOCK):
-        columns = first + tl.arange(0, BLOCK)
+        slots = tl.arange(0, BLOCK)
+        columns = first + slots
         live = columns < numel
         own = tl.load(x_ptr + columns, mask=live, other=0.0)
-        send(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
+        send(own, live, slots, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE)
         wait(sent_ptr, turn, channel, RANK, RANKS, WAIT_NS, INTERPRETED)
-        total = ordered_sum(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
+        total = ordered_sum(own, live, slots, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE)
         tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=live)
         turn += 1
     tl.store(own_ptr, turn)
@@ -185,10 +186,11 @@ def _all_gather_kernel(
     turn = tl.load(own_ptr)
     own_columns = tl.maximum(tl.minimum(most, columns - RANK * most), 0)
     for first in range(channel * BLOCK, rows * most, tl.num_programs(0) * BLOCK):
-        places = first + tl.arange(0, BLOCK)
+        slots = tl.arange(0, BLOCK)
+        places = first + slots
         live = places < rows * own_columns
         own = tl.load(x_ptr + places, mask=live, other=0.0)
-        send(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
+        send(own, live, slots, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE)
         wait(sent_ptr, turn, channel, RANK, RANKS, WAIT_NS, INTERPRETED)
         for sender in tl.static_range(RANKS):
             theirs = tl.maximum(tl.minimum(most, columns - sender * most), 0)
@@ -197,7 +199,7 @@ def _all_gather_kernel(
                 part = own
             else:
                 slice_ptr = _slice_ptr(peers_ptr, x_ptr, RANK, sender, turn, channel, RANKS, SLICE)
-                part = tl.load(slice_ptr + tl.arange(0, BLOCK), mask=has, other=0.0, volatile=True)
+                part = tl.load(slice_ptr + slots, mask=has, other=0.0, volatile=True)
             width = tl.maximum(theirs, 1)
             row, column = (places // width).to(tl.int64), places % width
             tl.store(out_ptr + row * columns + sender * most + column, part, mask=has)
@@ -248,7 +250,7 @@ def launch_all_gather(
 
 
 def channel_constants(x: Tensor, rank: int, ranks: int) -> dict[str, Any]:
-    """What `send`, `wait` and `ordered_sum` are compiled for, but for their BLOCK."""
+    """What `send`, `wait` and `ordered_sum` are compiled for."""
     return {
         "RANK": rank,
         "RANKS": ranks,

@@ -1,10 +1,10 @@
 """Triton kernels of all_reduce_add_rms_norm; see kernels/all_reduce_norm.py for the definition.
 
-A program has a row: it pushes its part to the peers, adds theirs and normalises.  What does not
-depend on them is loaded while they send.
+A program has whole rows: it pushes its part to the peers, adds theirs and normalises.  What does
+not depend on them is loaded while they send.
 
 A long message goes through the channels of `_triton.all_reduce`, in whose words and places it
-counts on: a slice is a row.
+counts on: a slice has as many rows as a program may hold.
 
 A short one is not announced, which saves a round over the link: a word may follow a slice only when
 that has arrived.  Its parts lie in places of their own, where every number is ABSENT until it has
@@ -20,13 +20,14 @@ from torch import Tensor
 from paceline.kernels._triton.all_reduce import channel_constants, ordered_sum, send, wait
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.rms_norm import weighed
-from paceline.kernels._triton.runtime import next_power_of_2
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels.all_reduce import ABSENT, CHANNELS, POLLED, RELEASED
 
 _ABSENT, _RELEASED = tl.constexpr(ABSENT), tl.constexpr(RELEASED)
 _CHANNELS, _POLLED = tl.constexpr(CHANNELS), tl.constexpr(POLLED)
 _LOOKS = tl.constexpr(1 << 10)  # at a row, from look to look at the clock
 _PER_WARP = 512  # numbers of a row
+_TURN_BYTES = 16384  # of a slice of several rows
 
 
 @triton.jit
@@ -48,16 +49,16 @@ def _place_ptr(
 
 @triton.jit
 def _take(
-    place_ptrs,  # [BLOCK]
-    live,  # [BLOCK] bool
+    place_ptrs,  # [1, BLOCK]
+    live,  # [1, BLOCK] bool
     word_ptr,  # RELEASED where this rank waits for nobody
     WAIT_NS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """[BLOCK] bits of a part, once all have come; their place is empty then.  The context is lost
-    behind WAIT_NS."""
+    """[1, BLOCK] bits of a part, once all have come; their place is empty then.  The context is
+    lost behind WAIT_NS."""
     bits = tl.load(place_ptrs, mask=live, other=0, volatile=True)
-    absent = tl.max((bits == _ABSENT).to(tl.int32), axis=0)
+    absent = tl.max((bits == _ABSENT).to(tl.int32), axis=None)
     if INTERPRETED:
         tl.device_assert(
             (absent == 0) | (tl.load(word_ptr) >= _RELEASED),
@@ -68,7 +69,7 @@ def _take(
         looks = 0
         while absent != 0:
             bits = tl.load(place_ptrs, mask=live, other=0, volatile=True)
-            absent = tl.max((bits == _ABSENT).to(tl.int32), axis=0)
+            absent = tl.max((bits == _ABSENT).to(tl.int32), axis=None)
             looks += 1
             if looks % _LOOKS == 0:
                 if tl.load(word_ptr, volatile=True) >= _RELEASED:
@@ -83,12 +84,12 @@ def _take(
 
 @triton.jit
 def _add_and_normalise(
-    total,  # [BLOCK] float32
-    residual,  # [BLOCK]
-    weight,  # [BLOCK] float32
-    live,  # [BLOCK] bool
-    residual_ptrs,  # [BLOCK]
-    out_ptrs,  # [BLOCK]
+    total,  # [ROWS, BLOCK] float32
+    residual,  # [ROWS, BLOCK]
+    weight,  # [1, BLOCK] float32
+    live,  # [ROWS, BLOCK] bool
+    residual_ptrs,  # [ROWS, BLOCK]
+    out_ptrs,  # [ROWS, BLOCK]
     eps,
     DTYPE: tl.constexpr,
     DIM: tl.constexpr,
@@ -98,8 +99,8 @@ def _add_and_normalise(
     added = (total.to(DTYPE).to(tl.float32) + residual.to(tl.float32)).to(DTYPE)
     tl.store(residual_ptrs, added, mask=live)
     row = added.to(tl.float32)
-    mean_square = tl.sum(row * row, axis=0) / DIM
-    normed = row * (1.0 / tl.sqrt(mean_square + eps))
+    mean_square = tl.sum(row * row, axis=1) / DIM
+    normed = row * (1.0 / tl.sqrt(mean_square + eps))[:, None]
     result = weighed(normed, weight, DTYPE, UNIT_OFFSET, WIDE)
     tl.store(out_ptrs, result.to(DTYPE), mask=live)
 
@@ -116,6 +117,7 @@ def _all_reduce_norm_kernel(
     stride_residual,
     rows,
     eps,
+    ROWS: tl.constexpr,  # of a slice
     DIM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
@@ -129,21 +131,22 @@ def _all_reduce_norm_kernel(
 ):
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     channel = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    live = columns < DIM
-    weight = tl.load(weight_ptr + columns, mask=live, other=0.0).to(tl.float32)
+    columns = tl.arange(0, BLOCK)[None, :]
+    slots = tl.arange(0, ROWS)[:, None] * BLOCK + columns
+    weight = tl.load(weight_ptr + columns, mask=columns < DIM, other=0.0).to(tl.float32)
     wait_for_inputs(OVERLAPPED)
     own_ptr = sent_ptr + channel * RANKS + RANK
     turn = tl.load(own_ptr)
-    for row in range(channel, rows, tl.num_programs(0)):
-        at = tl.cast(row, tl.int64)
-        own = tl.load(x_ptr + at * DIM + columns, mask=live, other=0.0)
-        send(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
-        residual_ptrs = residual_ptr + at * stride_residual + columns
+    for first in range(channel * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        live = (row < rows) & (columns < DIM)
+        own = tl.load(x_ptr + row * DIM + columns, mask=live, other=0.0)
+        send(own, live, slots, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE)
+        residual_ptrs = residual_ptr + row * stride_residual + columns
         residual = tl.load(residual_ptrs, mask=live, other=0.0)
         wait(sent_ptr, turn, channel, RANK, RANKS, WAIT_NS, INTERPRETED)
-        total = ordered_sum(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
-        out_ptrs = out_ptr + at * DIM + columns
+        total = ordered_sum(own, live, slots, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE)
+        out_ptrs = out_ptr + row * DIM + columns
         _add_and_normalise(
             total,
             residual,
@@ -187,7 +190,7 @@ def _all_reduce_norm_polled_kernel(
 ):
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)[None, :]
     live = columns < DIM
     weight = tl.load(weight_ptr + columns, mask=live, other=0.0).to(tl.float32)
     wait_for_inputs(OVERLAPPED)
@@ -201,7 +204,7 @@ def _all_reduce_norm_polled_kernel(
         tl.store(place_ptr + columns, bits, mask=live)
     residual_ptrs = residual_ptr + row * stride_residual + columns
     residual = tl.load(residual_ptrs, mask=live, other=0.0)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((1, BLOCK), tl.float32)
     for sender in tl.static_range(RANKS):
         part = bits
         if sender != RANK:
@@ -244,12 +247,13 @@ def launch_all_reduce_norm(
     peers: Tensor,
     out: Tensor,
 ) -> None:
-    """A program for each row, or for each channel; arguments as checked by
+    """A program for each row, or for each channel that the message takes; arguments as checked by
     kernels/all_reduce_norm.py."""
     num_rows, dim = x.shape
     if num_rows == 0:
         return
     block = next_power_of_2(dim)
+    size = 1 if num_rows <= POLLED else max(1, _TURN_BYTES // (block * x.element_size()))
     where = x.contiguous(), residual, weight, out
     constants = {
         "DIM": dim,
@@ -279,7 +283,7 @@ def launch_all_reduce_norm(
         return
     launch(
         _all_reduce_norm_kernel,
-        (min(num_rows, CHANNELS),),
+        (min(cdiv(num_rows, size), CHANNELS),),
         *where,
         box,
         sent,
@@ -287,6 +291,7 @@ def launch_all_reduce_norm(
         stride,
         num_rows,
         eps,
+        ROWS=size,
         **constants,
         **overlap_options(x.device, _all_reduce_norm_kernel),
     )
