@@ -27,7 +27,7 @@ _ABSENT, _RELEASED = tl.constexpr(ABSENT), tl.constexpr(RELEASED)
 _CHANNELS, _POLLED = tl.constexpr(CHANNELS), tl.constexpr(POLLED)
 _LOOKS = tl.constexpr(1 << 10)  # at a row, from look to look at the clock
 _PER_WARP = 512  # numbers of a row
-_TURN_BYTES = 16384  # of a slice of several rows
+_TURN_BYTES = 8192  # of a slice of several rows
 
 
 @triton.jit
