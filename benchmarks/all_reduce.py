@@ -1,4 +1,5 @@
 """all_reduce of this engine beside NCCL's on the GPUs of this machine: right first, then time.
+Likewise all_reduce_add_rms_norm beside the same as two operations.
 
     python benchmarks/all_reduce.py --ranks 2
 
@@ -20,7 +21,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from paceline.kernels.all_reduce import Exchange, all_gather, all_reduce, all_reduce_reference
+from paceline.kernels.all_reduce_norm import all_reduce_add_rms_norm
 from paceline.kernels.peer_memory import PeerMemory
+from paceline.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
 from paceline.plan.machine import versions
 
 CALLS = 101  # of a graph
@@ -28,6 +31,7 @@ REPLAYS = 15
 HIDDEN = 4096
 ROWS = (1, 8, 64, 256, 1024, 8192)
 DTYPE = torch.bfloat16
+EPS = 1e-5
 CHECKED = [
     (1, 1, DTYPE),
     (3, 4096, DTYPE),
@@ -59,13 +63,14 @@ def work(rank: int, ranks: int) -> None:
     way = memory.open(handles)
     with torch.inference_mode():
         check(way)
+        check_norm(way)
         rows = [measure(rows, way) for rows in ROWS]
     if rank == 0:
-        print(f"{'rows':>6}{'KiB':>9}{'ours us':>10}{'NCCL us':>10}")
+        names = ("ours_us", "norm_us", "norm_apart_us", "nccl_us")
+        print(f"{'rows':>6}{'KiB':>9}" + "".join(f"{name:>15}" for name in names))
         for row in rows:
-            print(
-                f"{row['rows']:>6}{row['kib']:>9.0f}{row['ours_us']:>10.2f}{row['nccl_us']:>10.2f}"
-            )
+            times = "".join(f"{row[name]:>15.2f}" for name in names)
+            print(f"{row['rows']:>6}{row['kib']:>9.0f}{times}")
         gpu = torch.cuda.get_device_name()
         print(json.dumps({"gpu": gpu, "ranks": ranks, "versions": versions(), "rows": rows}))
     dist.barrier()
@@ -101,13 +106,45 @@ def check(way: Exchange) -> None:
         assert torch.equal(all_gather(own, columns, way), whole), (rows, columns)
 
 
+def check_norm(way: Exchange) -> None:
+    """Raises AssertionError where the stream is not the definition's, or a norm is not near it or
+    differs between ranks."""
+    rows_of_a_model = [case for case in CHECKED if case[1] > 2]
+    for seed, (rows, columns, dtype) in enumerate(rows_of_a_model):
+        near = {"rtol": 0.016 if dtype == DTYPE else 1e-5, "atol": 1e-5}
+        parts = parts_of(rows, columns, way.ranks, seed, dtype)
+        start, weight = parts_of(rows, columns, 2, seed + 100, dtype)[0], parts[0, 0] + 1
+        x, stream = parts[way.rank].clone(), start.clone()
+        add = partial(all_reduce_add_rms_norm, x, stream, weight, EPS, way)
+        outs = [add()]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs += [add() for _ in range(3)]
+        for turn in range(1, 4):
+            x.copy_(parts[way.rank] * turn)
+            stream.copy_(start)
+            graph.replay()
+            wanted, total = start, start
+            summed = all_reduce_reference(parts * turn)
+            for out in outs[1:]:
+                wanted, total = add_rms_norm_reference(summed, total, weight, EPS)
+                torch.testing.assert_close(out, wanted, **near)
+            assert torch.equal(stream, total), (rows, columns, dtype, turn)
+        others = all_gather(outs[-1], columns * way.ranks, way).view(rows, way.ranks, columns)
+        assert (others == others[:, :1]).all(), (rows, columns, dtype)
+
+
 def measure(rows: int, way: Exchange) -> dict[str, float]:
     x = torch.randn(rows, HIDDEN, device="cuda").to(DTYPE)
+    stream, weight = torch.zeros_like(x), torch.ones_like(x[0])
     few = CALLS if rows <= 1024 else 11
+    joined = partial(all_reduce_add_rms_norm, x, stream, weight, EPS, way)
     return {
         "rows": rows,
         "kib": x.nbytes / 1024,
         "ours_us": timed(partial(all_reduce, x, way), few),
+        "norm_us": timed(joined, few),
+        "norm_apart_us": timed(lambda: add_rms_norm(all_reduce(x, way), stream, weight, EPS), few),
         "nccl_us": timed(lambda: dist.all_reduce(x), few),
     }
 

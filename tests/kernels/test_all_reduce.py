@@ -18,10 +18,12 @@ from paceline.core.errors import KernelArgumentError, PacelineError
 from paceline.kernels import all_reduce as exchanges
 from paceline.kernels._triton.all_reduce import launch_all_gather, launch_all_reduce
 from paceline.kernels.all_reduce import (
-    CHANNELS,
+    ABSENT,
     GONE,
     SLICE_BYTES,
+    WORDS,
     Exchange,
+    ExchangeMemory,
     all_gather,
     all_reduce,
     all_reduce_reference,
@@ -117,7 +119,8 @@ def sums(folder: Path, rank: int) -> list[list[list[float]]]:
     """What a rank gets that reaches the other through files which both map."""
     box = torch.from_file(f"{folder}/box", shared=True, size=2 * 2 * 8).view(2, 2, 8)
     sent = torch.from_file(f"{folder}/sent", shared=True, size=2, dtype=torch.int64)
-    way = Exchange(rank, box, sent, torch.empty(0, 2, dtype=torch.int64))
+    rows, peers = torch.empty(0), torch.empty(0, 3, dtype=torch.int64)
+    way = Exchange(rank, box, sent, rows, peers)
     return [all_reduce(term(turn, rank), way).tolist() for turn in range(TURNS)]
 
 
@@ -195,14 +198,14 @@ def test_programs_of_a_gpu_push_slices_and_sum_them_in_order(size: int, dtype: t
     pushed; to those the parts of ranks behind them are given, at the places that the page states.
     """
     made = [memory_of(size, dtype) for _ in range(size)]
-    peers = peer_table([(box.data_ptr(), sent.data_ptr()) for box, sent in made], CPU)
-    turns = torch.zeros(CHANNELS, dtype=torch.int64)
+    peers = peer_table([memory.addresses for memory in made], CPU)
+    turns = torch.zeros(WORDS, dtype=torch.int64)
     for rows, columns, *others in MESSAGES:
         kind = others[0] if others else dtype
         parts = torch.randn(size, rows, columns).to(kind)
         flat = parts.view(size, -1)
         pieces = flat.split(512, dim=1)
-        for rank, (box, sent) in enumerate(made):
+        for rank, (box, sent, _) in enumerate(made):
             for sender in range(rank + 1, size):
                 for channel, piece in enumerate(pieces):
                     slices = box[turns[channel] % 2, sender].view(kind)
@@ -213,7 +216,7 @@ def test_programs_of_a_gpu_push_slices_and_sum_them_in_order(size: int, dtype: t
             launch_all_reduce(parts[rank], rank, box, sent, peers, out)
             assert torch.equal(out, all_reduce_reference(parts))
         turns[: len(pieces)] += 1
-        assert all(torch.equal(sent, turns[:, None].expand(-1, size)) for _, sent in made)
+        assert all(torch.equal(sent, turns[:, None].expand(-1, size)) for _, sent, _ in made)
 
 
 @pytest.mark.parametrize("columns", [8, 5, 3])
@@ -221,10 +224,10 @@ def test_programs_of_a_gpu_lay_columns_side_by_side(columns: int) -> None:
     """The last rank alone: what the others pushed before it."""
     size, whole = 4, torch.randn(3, columns)
     made = [memory_of(size, torch.float32) for _ in range(size)]
-    peers = peer_table([(box.data_ptr(), sent.data_ptr()) for box, sent in made], CPU)
+    peers = peer_table([memory.addresses for memory in made], CPU)
     most = -(-columns // size)
     out = torch.full_like(whole, float("nan"))
-    for rank, (box, sent) in enumerate(made):
+    for rank, (box, sent, _) in enumerate(made):
         sent[:, rank + 1 :] = 1  # whose part is not compared
         own = whole[:, rank * most : (rank + 1) * most].contiguous()
         launch_all_gather(own, rank, box, sent, peers, out)
@@ -232,11 +235,13 @@ def test_programs_of_a_gpu_lay_columns_side_by_side(columns: int) -> None:
     assert torch.equal(out, whole)
 
 
-def memory_of(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def memory_of(size: int, dtype: torch.dtype) -> ExchangeMemory:
     """As `exchange_memory` makes it on a GPU."""
     with StandIn("cuda", None):
-        box, sent = exchange_memory(size, 0, dtype=dtype, device=torch.device("meta"))
-    return torch.zeros_like(box, device=CPU), torch.zeros_like(sent, device=CPU)
+        shapes = exchange_memory(size, 0, dtype=dtype, device=torch.device("meta"))
+    memory = ExchangeMemory(*(torch.zeros_like(each, device=CPU) for each in shapes))
+    memory.rows.view(torch.int8).fill_(ABSENT)
+    return memory
 
 
 @pytest.mark.parametrize(

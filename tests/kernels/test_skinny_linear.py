@@ -11,6 +11,7 @@ from paceline.kernels.skinny_linear import (
     skinny_linear,
     skinny_linear_reference,
 )
+from paceline.kernels.stand_in import StandIn
 
 pytest.importorskip("triton")
 
@@ -33,6 +34,18 @@ def test_skinny_linear_equals_its_definition(
     exact = skinny_linear_reference(x, weight, bias, activation)
     out = skinny_linear(x, weight, bias, activation=activation)
     torch.testing.assert_close(out, exact, rtol=4 * torch.finfo(dtype).eps, atol=0.02)
+
+
+def test_tiles_are_wide_where_so_many_features_come_out() -> None:
+    """Half of the rows of a gated weight come out.  Wide tiles take 64 inner numbers at a time, and
+    others 128, which 192 is no multiple of."""
+    meta, dtype = torch.device("meta"), torch.bfloat16
+    x = torch.empty(64, 192, device=meta, dtype=dtype)
+    with StandIn("cuda", None):
+        for rows, parts, wide in [(8192, 1, True), (8190, 1, False), (8192, 2, False)]:
+            weight = torch.empty(rows, 192, device=meta, dtype=dtype)
+            assert fits_skinny(x, weight, parts=parts) == wide
+        assert fits_skinny(x, torch.empty(16384, 192, device=meta, dtype=dtype), parts=2)
 
 
 @pytest.mark.parametrize("tokens", [2, 20])

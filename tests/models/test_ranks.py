@@ -272,6 +272,21 @@ def test_a_mixture_of_experts_sums_once_with_its_shared_expert() -> None:
     assert len(sums) == 2 * config.num_layers
 
 
+@pytest.mark.parametrize(
+    ("case", "left"),
+    [
+        ("llama-gqa2-untied", True),
+        ("granite-multipliers", False),
+        ("gemma2-soft-caps-alternating-windows", False),
+    ],
+)
+def test_sums_are_left_to_norms_that_add_them_as_they_are(case: str, left: bool) -> None:
+    config = config_of(case)
+    model = ranks_of(config, 2, stored_for(build(config, Parallel())))[0]
+    sums = [module for module in model.modules() if isinstance(module, RankSum)]
+    assert [each.is_left for each in sums] == [left] * (2 * config.num_layers)
+
+
 def test_ranks_cache_their_heads_and_all_of_every_latent() -> None:
     config = config_of("llama-gqa2-untied")
     for size, kv_heads in ((2, 1), (4, 1)):

@@ -11,13 +11,15 @@ sends message m + 2 has seen everybody send m + 1, and so has everybody read mes
 
 On GPUs every rank has a box of its own, into which the others write (`_triton.all_reduce`).  There
 a message goes in slices through channels, each with turns of its own, so that any size passes.
+Beside it lie rows for short messages (`_triton.all_reduce_norm`), which nobody announces: what has
+not come is `ABSENT`.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,8 +30,13 @@ from paceline.kernels.custom_op import define_op
 from paceline.kernels.stand_in import device_type
 
 WAIT_S = 60.0  # for ranks that have not sent theirs, before a step fails
-CHANNELS = 128  # of a box on a GPU: programs that send side by side
+CHANNELS = (
+    528  # of a box on a GPU: programs that send side by side, of which four share a processor
+)
 SLICE_BYTES = 16384  # of a message, that a channel takes in one turn
+POLLED = 256  # rows of a message that is not announced, of a slice each
+WORDS = CHANNELS + POLLED  # of a rank: turns of channels, then of rows
+ABSENT = -1  # bits of a number of `Exchange.rows` that has not come: no rank sends this NaN
 GONE = -1  # in place of a rank's number of messages: it has ended, and nobody waits for it
 RELEASED = 1 << 62  # on a GPU in place of all words of a rank, which waits for nobody any more
 
@@ -41,29 +48,48 @@ class Exchange:
     rank: int
     # On a CPU box and sent are memory that all ranks see; on a GPU this rank's, which all write.
     box: Tensor  # [2, ranks, capacity]  the activations' dtype; an even capacity, for float32 too
-    sent: Tensor  # int64 messages of each rank: on a CPU [ranks], or GONE; else [CHANNELS, ranks]
-    peers: Tensor  # [ranks, 2] int64 addresses of each rank's box and sent; on a CPU [0, 2]
+    sent: Tensor  # int64 messages of each rank: on a CPU [ranks], or GONE; else [WORDS, ranks]
+    rows: Tensor  # [2, ranks, POLLED, slice]  the box's dtype, as the box; on a CPU [0]
+    peers: Tensor  # [ranks, 3] int64 addresses of each rank's box, sent and rows; on a CPU [0, 3]
 
     @property
     def ranks(self) -> int:
         return self.box.shape[1]
 
 
+class ExchangeMemory(NamedTuple):
+    """Of an `Exchange`, where it lies."""
+
+    box: Tensor
+    sent: Tensor
+    rows: Tensor
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self)
+
+
 def exchange_memory(
     ranks: int, capacity: int, *, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """A new (box, sent), of zeros.  capacity: numbers of one rank's largest message; a GPU's box is
-    as large for any."""
+) -> ExchangeMemory:
+    """New memory in which nothing was sent.  capacity: numbers of one rank's largest message; a
+    GPU's box is as large for any."""
     words: tuple[int, ...] = (ranks,)
+    places: tuple[int, ...] = (0,)
     if device_type(device) != "cpu":
-        capacity, words = CHANNELS * SLICE_BYTES // dtype.itemsize, (CHANNELS, ranks)
+        piece = SLICE_BYTES // dtype.itemsize
+        capacity, words, places = CHANNELS * piece, (WORDS, ranks), (2, ranks, POLLED, piece)
     box = torch.zeros(2, ranks, capacity, dtype=dtype, device=device)
-    return box, torch.zeros(words, dtype=torch.int64, device=device)
+    sent = torch.zeros(words, dtype=torch.int64, device=device)
+    rows = torch.empty(places, dtype=dtype, device=device)
+    rows.view(torch.int8).fill_(ABSENT)
+    return ExchangeMemory(box, sent, rows)
 
 
-def peer_table(addresses: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """`Exchange.peers`.  addresses: [ranks] of each one's box and sent, as `device` sees them."""
-    return torch.tensor(addresses, dtype=torch.int64, device=device).view(-1, 2)
+def peer_table(addresses: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """`Exchange.peers`.  addresses: [ranks] of `ExchangeMemory.addresses`, as `device` sees
+    them."""
+    return torch.tensor(addresses, dtype=torch.int64, device=device).view(-1, 3)
 
 
 def open_exchange(
@@ -72,10 +98,10 @@ def open_exchange(
     """[ranks] ways through new memory of this process; see `exchange_memory`."""
     new = partial(exchange_memory, ranks, capacity, dtype=dtype, device=device)
     if device_type(device) == "cpu":
-        box, sent = new()
-        return tuple(Exchange(rank, box, sent, peer_table((), device)) for rank in range(ranks))
+        memory = new()
+        return tuple(Exchange(rank, *memory, peer_table((), device)) for rank in range(ranks))
     memories = [new() for _ in range(ranks)]
-    peers = peer_table([(box.data_ptr(), sent.data_ptr()) for box, sent in memories], device)
+    peers = peer_table([memory.addresses for memory in memories], device)
     return tuple(Exchange(rank, *memory, peers) for rank, memory in enumerate(memories))
 
 
@@ -161,7 +187,7 @@ def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
     sends anew.  Raises KernelArgumentError, TimeoutError where a rank sends nothing, PacelineError
     where one has ended.
     """
-    _check(x, exchange)
+    check_message(x, exchange)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _ALL_REDUCE(x, exchange.rank, exchange.box, exchange.sent, exchange.peers, out)
     return out
@@ -172,13 +198,14 @@ def all_gather(x: Tensor, columns: int, exchange: Exchange) -> Tensor:
 
     x: [rows, this rank's columns], as of `Parallel.share_rows(columns)`.
     """
-    _check(x, exchange)
+    check_message(x, exchange)
     out = x.new_empty(x.shape[0], columns)
     _ALL_GATHER(x, exchange.rank, exchange.box, exchange.sent, exchange.peers, out)
     return out
 
 
-def _check(x: Tensor, exchange: Exchange) -> None:
+def check_message(x: Tensor, exchange: Exchange) -> None:
+    """Raise KernelArgumentError for what the exchange does not carry."""
     box = exchange.box
     is_kind = x.dtype in (box.dtype, torch.float32) and x.device == box.device
     fits = device_type(box.device) != "cpu" or x.nbytes <= box.shape[2] * box.itemsize

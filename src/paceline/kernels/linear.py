@@ -60,6 +60,6 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     x: [tokens, in]; weight: [2 * inter, in], gate rows then up rows; bias: [2 * inter] or None;
     activation: one of act_and_mul.ACTIVATIONS.  Returns [tokens, inter].  Recordable.
     """
-    if fits_skinny(x, weight):
+    if fits_skinny(x, weight, parts=2):
         return skinny_linear(x, weight, bias, activation=activation)
     return act_and_mul(linear(x, weight, bias), activation)

@@ -34,16 +34,18 @@ class PeerMemory:
         """On the current GPU."""
         self._rank = rank
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._box, self._sent = exchange_memory(ranks, 0, dtype=dtype, device=self._device)
+        self._memory = exchange_memory(ranks, 0, dtype=dtype, device=self._device)
         self._aside = torch.cuda.Stream()
-        self._sent.fill_(0)  # the kernel of `release` is loaded now: behind one that waits none is
+        self._memory.sent.fill_(
+            0
+        )  # the kernel of `release` is loaded now: behind one that waits none is
         self._opened: list[int] = []
 
     @property
     def handle(self) -> bytes:
         """For the others' `open`.  Raises ConfigError where the allocator's memory has none."""
         torch.cuda.synchronize()
-        return b"".join(_share(tensor) for tensor in (self._box, self._sent))
+        return b"".join(map(_share, self._memory))
 
     def open(self, handles: Sequence[bytes]) -> Exchange:
         """The way to all ranks, once.  handles: [ranks] of each.  Raises ConfigError for a GPU that
@@ -51,14 +53,14 @@ class PeerMemory:
         addresses = []
         for rank, handle in enumerate(handles):
             if rank == self._rank:
-                addresses.append((self._box.data_ptr(), self._sent.data_ptr()))
+                addresses.append(self._memory.addresses)
                 continue
             self._require_atomics(rank)
-            half = len(handle) // 2
-            box, sent = (self._map(rank, part) for part in (handle[:half], handle[half:]))
-            addresses.append((box, sent))
+            size = len(handle) // len(self._memory)
+            parts = (handle[first : first + size] for first in range(0, len(handle), size))
+            addresses.append(tuple(self._map(rank, part) for part in parts))
         peers = peer_table(addresses, self._device)
-        return Exchange(self._rank, self._box, self._sent, peers)
+        return Exchange(self._rank, *self._memory, peers)
 
     def release(self) -> None:
         """Let this rank's kernels wait for nobody: what they sum from now on is nobody's to read.
@@ -67,7 +69,7 @@ class PeerMemory:
             suppress(RuntimeError),
             torch.cuda.stream(self._aside),
         ):  # a lost context has no kernels
-            self._sent.fill_(RELEASED)
+            self._memory.sent.fill_(RELEASED)
 
     def close(self) -> None:
         """Unmap the others' memory, which their driver keeps until then; what is in flight waits

@@ -174,11 +174,16 @@ def add_rms_norm(
     x, residual: [tokens, dim]; weight: [dim] in x's dtype.  Mutates `residual`.  Graph-safe.
     Raises KernelArgumentError.
     """
-    _check_rows(x, weight)
-    _check_like("residual", residual, x)
+    check_add_rms_norm(x, residual, weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _ADD_RMS_NORM(x, residual, weight, eps, unit_offset, wide, out)
     return out
+
+
+def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    """Raise KernelArgumentError for what `add_rms_norm` does not take."""
+    _check_rows(x, weight)
+    _check_like("residual", residual, x)
 
 
 def _check_rows(x: Tensor, weight: Tensor) -> None:

@@ -21,6 +21,7 @@ _MAX_INNER = 32768  # one row of one token's tile is held in registers
 _ENOUGH_TILES = 96  # programs of a product that reads the weight at full speed on 132 processors
 _MOST_SPLITS = 4
 _SMALLEST_FEATURES = 64
+_MANY_FEATURES = 8192  # of an output: tiles of twice as many still fill the processors
 _WIDE_INNER = 256
 _FEW_ROWS = 8448  # of a weight: its tiles leave processors idle, so each has more on its way
 
@@ -43,17 +44,17 @@ def skinny_linear_reference(
     return product if activation is None else act_and_mul_reference(product, activation)
 
 
-def fits_skinny(x: Tensor, weight: Tensor) -> bool:
+def fits_skinny(x: Tensor, weight: Tensor, *, parts: int = 1) -> bool:
     """Whether `skinny_linear` takes these operands and is the faster way; shapes and dtypes only.
 
-    x: [tokens, inner]; weight: [rows, inner].
+    x: [tokens, inner]; weight: [rows, inner]; parts: 2 of gate rows, then up rows.
     """
     return (
         device_type(x.device) == "cuda"
         and x.dim() == 2
         and 0 < x.shape[0] <= MAX_TOKENS
         and x.dtype in _DTYPES
-        and x.shape[1] % _tile(x.shape[0], weight).inner == 0
+        and x.shape[1] % _tile(x.shape[0], weight, parts).inner == 0
         and x.shape[1] <= _MAX_INNER
         and x.stride(1) == 1
         and weight.stride(1) == 1
@@ -121,7 +122,7 @@ def skinny_linear(
     tokens, inner = x.shape
     out_features = weight.shape[0] // parts
     out = torch.empty((tokens, out_features), dtype=x.dtype, device=x.device)
-    tile = _tile(tokens, weight)
+    tile = _tile(tokens, weight, parts)
     tiles = -(-out_features // tile.features)
     splits = 1
     if counters is not None and tokens > 1 and activation is None:
@@ -135,14 +136,14 @@ def skinny_linear(
     return out
 
 
-def _tile(tokens: int, weight: Tensor) -> SkinnyTile:
+def _tile(tokens: int, weight: Tensor, parts: int) -> SkinnyTile:
     """One program's tile: wide for many tokens over a large weight, deep for few over a small.
 
-    weight: [rows, inner].
+    weight: [rows, inner], of `parts` that one program multiplies with.
     """
     rows, inner = weight.shape[0], weight.shape[-1]
     features, step = 64, 128
-    if tokens > 32 and rows >= 8192:
+    if tokens > 32 and rows >= parts * _MANY_FEATURES:
         features, step = 128, 64
     elif tokens <= 32 and rows <= _FEW_ROWS and inner % _WIDE_INNER == 0:
         step = _WIDE_INNER
@@ -153,7 +154,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> None:
     if x.dim() != 2 or x.dtype not in _DTYPES or not 0 < x.shape[0] <= MAX_TOKENS:
         _reject_x(x, f"bfloat16 or float16 [1..{MAX_TOKENS}, inner]")
     rows = weight.shape[0]
-    inner = _tile(x.shape[0], weight).inner
+    inner = _tile(x.shape[0], weight, parts).inner
     if x.shape[1] % inner or x.shape[1] > _MAX_INNER or x.stride(1) != 1:
         _reject_x(x, f"contiguous rows of a multiple of {inner}, at most {_MAX_INNER}")
     same = weight.dim() == 2 and weight.shape[1] == x.shape[1] and weight.stride(1) == 1

@@ -2,10 +2,13 @@
 rows of which each holds a part.
 
 One process computes the whole, and has no RankSum: it runs no operation of it, and asks nothing.
+
+A layer whose norms add up what its blocks return leaves the sum to them (`leave_sums`): then a
+block returns an `Unsummed`, and `RMSNorm.add` sums, adds and normalises in one operation.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,13 @@ from paceline.kernels.all_reduce import Exchange, all_reduce
 from paceline.layers.weights.parameter import Placement
 
 
+class Unsummed(NamedTuple):
+    """A sum over ranks that is still to be made."""
+
+    part: Tensor  # [tokens, hidden]  this rank's
+    exchange: Exchange
+
+
 class RankSum(nn.Module):
     """The sum of `part` over ranks, rank 0's first, the same bits on each of them."""
 
@@ -22,10 +32,25 @@ class RankSum(nn.Module):
         super().__init__()
         self.part = part
         self.exchange = exchange
+        self.is_left = False  # see `leave_sums`
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | Unsummed:
         """As of `part`; x is the same on every rank, or its share of columns."""
-        return all_reduce(self.part(x), self.exchange)
+        unsummed = Unsummed(self.part(x), self.exchange)
+        return unsummed if self.is_left else total(unsummed)
+
+
+def total(x: Tensor | Unsummed) -> Tensor:
+    """The sum itself; what is one already stays as it is."""
+    return all_reduce(x.part, x.exchange) if isinstance(x, Unsummed) else x
+
+
+def leave_sums(*blocks: nn.Module) -> None:
+    """Have blocks whose last operation is a RankSum return it unsummed, for `RMSNorm.add`."""
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, RankSum):
+                module.is_left = True
 
 
 def mean_squares(parts: Sequence[Tensor], exchange: Exchange) -> Sequence[Tensor]:

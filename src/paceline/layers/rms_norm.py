@@ -3,7 +3,9 @@
 from torch import Tensor, nn
 
 from paceline.core.model.config import ModelConfig, NormKind
+from paceline.kernels.all_reduce_norm import all_reduce_add_rms_norm
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from paceline.layers.rank_sum import Unsummed
 from paceline.layers.weights.parameter import Placement, empty_parameter
 
 
@@ -40,16 +42,15 @@ class RMSNorm(nn.Module):
             )
         )
 
-    def add(self, delta: Tensor, residual: Tensor) -> Tensor:
+    def add(self, delta: Tensor | Unsummed, residual: Tensor) -> Tensor:
         """residual += delta, in place; returns the norm of the sum.  Both [tokens, size]."""
-        return add_rms_norm(
-            delta,
-            residual,
-            self.weight,
-            self.eps,
-            unit_offset=self.unit_offset,
-            wide=self.wide,
-        )
+        offset, wide = self.unit_offset, self.wide
+        if isinstance(delta, Unsummed):
+            part, exchange = delta
+            return all_reduce_add_rms_norm(
+                part, residual, self.weight, self.eps, exchange, unit_offset=offset, wide=wide
+            )
+        return add_rms_norm(delta, residual, self.weight, self.eps, unit_offset=offset, wide=wide)
 
     def neutral_(self) -> None:
         """Make the factor 1, for weights that were not read from a checkpoint."""

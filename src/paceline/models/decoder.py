@@ -1,7 +1,8 @@
 """The decoder stack shared by all architectures: embedding, layers, final norm, taps.
 
 A layer takes the residual stream and the not yet added output of the layer before it (`delta`),
-and returns its own; each addition is fused into the norm that follows it.
+and returns its own; each addition is fused into the norm that follows it, and where ranks share
+the model the sum of their parts too.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from paceline.core.errors import ModelError
 from paceline.core.model.config import ModelConfig
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import Embedding, OverlaidRows
+from paceline.layers.rank_sum import Unsummed, total
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
 from paceline.layers.weights.weight_format import Named, wholly
@@ -68,10 +70,11 @@ class Decoder(nn.Module):
             residual = overlaid.over(residual)
         if "embed" in taps:
             tapped["embed"] = residual.clone()
-        delta: Tensor | None = None
+        delta: Tensor | Unsummed | None = None
         for index, layer in enumerate(self.layers):
             delta = layer(delta, residual, positions, ctx)
             if taps and f"layer.{index}" in taps:
+                delta = total(delta)
                 tapped[f"layer.{index}"] = residual + delta
         hidden = self.norm(residual) if delta is None else self.norm.add(delta, residual)
         if "final" in taps:

@@ -48,8 +48,8 @@ def empty_exchange(parallel: Parallel, capacity: int, *, dtype: torch.dtype) -> 
     """A rank's, on the meta device; None of one process.  capacity: see `exchange_memory`."""
     if parallel.size == 1:
         return None
-    box, sent = exchange_memory(parallel.size, capacity, dtype=dtype, device=META)
-    return Exchange(parallel.rank, box, sent, peer_table((), META))
+    memory = exchange_memory(parallel.size, capacity, dtype=dtype, device=META)
+    return Exchange(parallel.rank, *memory, peer_table((), META))
 
 
 def as_built(packings: Packings, config: ModelConfig, parallel: Parallel) -> Packings:

@@ -71,7 +71,7 @@ class SharedMemory:
         shape = self._shape
         box = torch.frombuffer(self._map, dtype=shape.dtype, count=shape.numel, offset=_BOX)
         box = box.view(2, shape.ranks, shape.capacity)
-        return Exchange(rank, box, self.sent, peer_table((), box.device))
+        return Exchange(rank, box, self.sent, box.new_empty(0), peer_table((), box.device))
 
     @property
     def ranks(self) -> int:

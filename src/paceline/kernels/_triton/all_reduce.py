@@ -21,6 +21,7 @@ from paceline.kernels.all_reduce import CHANNELS, RELEASED, SLICE_BYTES, WAIT_S
 
 _CHANNELS, _RELEASED = tl.constexpr(CHANNELS), tl.constexpr(RELEASED)
 _LEAST = 512  # numbers of a slice: 4 warps of 16 bytes
+_SPREAD = 128  # channels of a message that needs no more
 _POLLS = tl.constexpr(1 << 16)  # from look to look at the clock
 
 
@@ -36,15 +37,16 @@ def _slice_ptr(
     SLICE: tl.constexpr,  # numbers of the message's dtype
 ):
     """Where a slice lies in a box [2, RANKS, CHANNELS, SLICE]."""
-    box_ptr = tl.load(peers_ptr + 2 * owner).to(like_ptr.dtype)
+    box_ptr = tl.load(peers_ptr + 3 * owner).to(like_ptr.dtype)
     place = (((turn % 2) * RANKS + sender) * _CHANNELS + channel) * SLICE
     return tl.multiple_of(box_ptr + place, 16)
 
 
 @triton.jit
-def _send(
-    values,  # [BLOCK] of the message
-    live,  # [BLOCK] bool
+def send(
+    values,  # of the message, of any shape
+    live,  # bool, likewise
+    places,  # likewise, in the slice
     turn,
     channel,
     peers_ptr,
@@ -52,24 +54,23 @@ def _send(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     SLICE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Push a slice to all peers and say so."""
     for step in tl.static_range(1, RANKS):
         peer = (RANK + step) % RANKS
         slice_ptr = _slice_ptr(peers_ptr, like_ptr, peer, RANK, turn, channel, RANKS, SLICE)
-        tl.store(slice_ptr + tl.arange(0, BLOCK), values, mask=live)
+        tl.store(slice_ptr + places, values, mask=live)
     tl.debug_barrier()  # one thread speaks for all
     for step in tl.static_range(1, RANKS):
-        words_ptr = tl.load(peers_ptr + 2 * ((RANK + step) % RANKS) + 1).to(
+        words_ptr = tl.load(peers_ptr + 3 * ((RANK + step) % RANKS) + 1).to(
             tl.pointer_type(tl.int64)
         )
         tl.atomic_xchg(words_ptr + channel * RANKS + RANK, turn + 1, sem="release", scope="sys")
 
 
 @triton.jit
-def _wait(
-    sent_ptr,  # [CHANNELS, RANKS] int64
+def wait(
+    sent_ptr,  # [WORDS, RANKS] int64
     turn,
     channel,
     RANK: tl.constexpr,
@@ -101,12 +102,40 @@ def _wait(
 
 
 @triton.jit
+def ordered_sum(
+    own,  # this rank's part, as of `send`
+    live,
+    places,
+    turn,
+    channel,
+    peers_ptr,
+    like_ptr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """float32, rank 0's part first."""
+    total = tl.zeros(own.shape, tl.float32)
+    for sender in tl.static_range(RANKS):
+        if sender == RANK:
+            part = own
+        else:
+            slice_ptr = _slice_ptr(peers_ptr, like_ptr, RANK, sender, turn, channel, RANKS, SLICE)
+            part = tl.load(slice_ptr + places, mask=live, other=0.0, volatile=True)
+        if sender == 0:
+            total = part.to(tl.float32)
+        else:
+            total += part.to(tl.float32)
+    return total
+
+
+@triton.jit
 def _all_reduce_kernel(
     x_ptr,  # [numel]
     out_ptr,  # [numel]
     box_ptr,  # this rank's, [2, RANKS, CHANNELS, SLICE]; written by its peers
-    sent_ptr,  # [CHANNELS, RANKS] int64
-    peers_ptr,  # [RANKS, 2] int64 addresses
+    sent_ptr,  # [WORDS, RANKS] int64
+    peers_ptr,  # [RANKS, 3] int64 addresses
     numel,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -121,22 +150,13 @@ def _all_reduce_kernel(
     own_ptr = sent_ptr + channel * RANKS + RANK
     turn = tl.load(own_ptr)
     for first in range(channel * BLOCK, numel, tl.num_programs(0) * BLOCK):
-        columns = first + tl.arange(0, BLOCK)
+        slots = tl.arange(0, BLOCK)
+        columns = first + slots
         live = columns < numel
         own = tl.load(x_ptr + columns, mask=live, other=0.0)
-        _send(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
-        _wait(sent_ptr, turn, channel, RANK, RANKS, WAIT_NS, INTERPRETED)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for sender in tl.static_range(RANKS):
-            if sender == RANK:
-                part = own
-            else:
-                slice_ptr = _slice_ptr(peers_ptr, x_ptr, RANK, sender, turn, channel, RANKS, SLICE)
-                part = tl.load(slice_ptr + tl.arange(0, BLOCK), mask=live, other=0.0, volatile=True)
-            if sender == 0:
-                total = part.to(tl.float32)
-            else:
-                total += part.to(tl.float32)
+        send(own, live, slots, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE)
+        wait(sent_ptr, turn, channel, RANK, RANKS, WAIT_NS, INTERPRETED)
+        total = ordered_sum(own, live, slots, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE)
         tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=live)
         turn += 1
     tl.store(own_ptr, turn)
@@ -147,8 +167,8 @@ def _all_gather_kernel(
     x_ptr,  # [rows, own_columns]
     out_ptr,  # [rows, columns]
     box_ptr,  # this rank's, [2, RANKS, CHANNELS, SLICE]; written by its peers
-    sent_ptr,  # [CHANNELS, RANKS] int64
-    peers_ptr,  # [RANKS, 2] int64 addresses
+    sent_ptr,  # [WORDS, RANKS] int64
+    peers_ptr,  # [RANKS, 3] int64 addresses
     rows,
     columns,
     most,  # columns of the first rank, which has most
@@ -166,11 +186,12 @@ def _all_gather_kernel(
     turn = tl.load(own_ptr)
     own_columns = tl.maximum(tl.minimum(most, columns - RANK * most), 0)
     for first in range(channel * BLOCK, rows * most, tl.num_programs(0) * BLOCK):
-        places = first + tl.arange(0, BLOCK)
+        slots = tl.arange(0, BLOCK)
+        places = first + slots
         live = places < rows * own_columns
         own = tl.load(x_ptr + places, mask=live, other=0.0)
-        _send(own, live, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE, BLOCK)
-        _wait(sent_ptr, turn, channel, RANK, RANKS, WAIT_NS, INTERPRETED)
+        send(own, live, slots, turn, channel, peers_ptr, x_ptr, RANK, RANKS, SLICE)
+        wait(sent_ptr, turn, channel, RANK, RANKS, WAIT_NS, INTERPRETED)
         for sender in tl.static_range(RANKS):
             theirs = tl.maximum(tl.minimum(most, columns - sender * most), 0)
             has = places < rows * theirs
@@ -178,7 +199,7 @@ def _all_gather_kernel(
                 part = own
             else:
                 slice_ptr = _slice_ptr(peers_ptr, x_ptr, RANK, sender, turn, channel, RANKS, SLICE)
-                part = tl.load(slice_ptr + tl.arange(0, BLOCK), mask=has, other=0.0, volatile=True)
+                part = tl.load(slice_ptr + slots, mask=has, other=0.0, volatile=True)
             width = tl.maximum(theirs, 1)
             row, column = (places // width).to(tl.int64), places % width
             tl.store(out_ptr + row * columns + sender * most + column, part, mask=has)
@@ -228,19 +249,26 @@ def launch_all_gather(
     )
 
 
+def channel_constants(x: Tensor, rank: int, ranks: int) -> dict[str, Any]:
+    """What `send`, `wait` and `ordered_sum` are compiled for."""
+    return {
+        "RANK": rank,
+        "RANKS": ranks,
+        "SLICE": SLICE_BYTES // x.element_size(),
+        "WAIT_NS": int(WAIT_S * 1e9),
+        "INTERPRETED": interpreted(_all_reduce_kernel),
+    }
+
+
 def _channels(
     x: Tensor, rank: int, ranks: int, numel: int
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """(grid, constants) for a message of numel numbers, the same on every rank."""
     largest = SLICE_BYTES // x.element_size()
-    block = min(largest, max(_LEAST, next_power_of_2(cdiv(numel, CHANNELS))))
+    block = min(largest, max(_LEAST, next_power_of_2(cdiv(numel, _SPREAD))))
     constants = {
-        "RANK": rank,
-        "RANKS": ranks,
-        "SLICE": largest,
+        **channel_constants(x, rank, ranks),
         "BLOCK": block,
-        "WAIT_NS": int(WAIT_S * 1e9),
-        "INTERPRETED": interpreted(_all_reduce_kernel),
         "num_warps": 4 if block <= 4 * _LEAST else 8,
     }
     return (min(CHANNELS, cdiv(numel, block)),), constants

@@ -8,6 +8,24 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 
 
+@triton.jit
+def weighed(
+    normed,  # float32
+    weight,  # float32, broadcasts
+    DTYPE: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """A normalised row times its weight, float32, rounded before where the definition rounds."""
+    if UNIT_OFFSET:
+        result = normed * (1.0 + weight)
+    elif WIDE:
+        result = normed * weight
+    else:
+        result = normed.to(DTYPE).to(tl.float32) * weight
+    return result
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,  # [tokens, heads, dim]
@@ -32,6 +50,7 @@ def _rms_norm_kernel(
     IS_ONE: tl.constexpr,  # program
     OVERLAPPED: tl.constexpr,
 ):
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_DIM)
     token = rows // heads
@@ -56,12 +75,7 @@ def _rms_norm_kernel(
     row = x.to(tl.float32)
     mean_square = tl.sum(row * row, axis=1) / DIM
     normed = row * (1.0 / tl.sqrt(mean_square + eps))[:, None]
-    if UNIT_OFFSET:
-        result = normed * (1.0 + weight)
-    elif WIDE:
-        result = normed * weight
-    else:
-        result = normed.to(x.dtype).to(tl.float32) * weight
+    result = weighed(normed, weight, DTYPE, UNIT_OFFSET, WIDE)
     out_offset = token * stride_out_token + head * stride_out_head
     tl.store(out_ptr + out_offset[:, None] + cols[None, :], result.to(x.dtype), mask=mask)
 

@@ -10,6 +10,7 @@ from paceline.layers.mixers.latent_attention import LatentAttention
 from paceline.layers.mixers.mamba2 import Mamba2
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
+from paceline.layers.rank_sum import Unsummed, leave_sums, total
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement
 
@@ -31,10 +32,16 @@ class PreNormLayer(nn.Module):
         self.input_norm = hidden_norm(config, placement)
         self.mlp_norm = hidden_norm(config, placement)
         self.mlp = feed_forward(config, attention.layer_id, parallel=parallel, placement=placement)
+        if self.scale is None:  # whose factor is the sum's
+            leave_sums(self.attention, self.mlp)
 
     def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext
-    ) -> Tensor:
+        self,
+        delta: Tensor | Unsummed | None,
+        residual: Tensor,
+        positions: Tensor,
+        ctx: StepContext,
+    ) -> Tensor | Unsummed:
         """delta, residual [tokens, hidden] -> the scaled MLP output; residual += delta + scaled
         attention."""
         norm = self.input_norm
@@ -42,5 +49,5 @@ class PreNormLayer(nn.Module):
         x = self._scaled(self.attention(x, positions, ctx))
         return self._scaled(self.mlp(self.mlp_norm.add(x, residual)))
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.scale is None else x.mul_(self.scale)
+    def _scaled(self, x: Tensor | Unsummed) -> Tensor | Unsummed:
+        return x if self.scale is None else total(x).mul_(self.scale)

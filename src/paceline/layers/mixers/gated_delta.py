@@ -13,7 +13,7 @@ from paceline.kernels.decay_rates import decay_rates
 from paceline.kernels.gated_norm import gated_head_norm
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
-from paceline.layers.rank_sum import summed
+from paceline.layers.rank_sum import Unsummed, summed
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement, empty_parameter
 from paceline.layers.weights.weight_format import Destination, TensorPart, hold
@@ -56,7 +56,7 @@ class GatedDeltaNet(nn.Module):
         )
         self.out = summed(out, parallel, placement)
 
-    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor | Unsummed:
         """x [tokens, hidden] -> [tokens, hidden]; positions are not read: states know the order."""
         shape, tokens = self.shape, x.shape[0]
         fused = self.held.format.apply(x, self.held.weight)
@@ -77,7 +77,7 @@ class GatedDeltaNet(nn.Module):
             ),
         )
         gated = gated_head_norm(mixed, gates, self.norm.weight, eps=self.norm.eps)
-        out: Tensor = self.out(gated)
+        out: Tensor | Unsummed = self.out(gated)
         return out
 
     def conv_target(self) -> Destination:

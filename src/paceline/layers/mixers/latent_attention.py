@@ -21,7 +21,7 @@ from paceline.kernels.latent_rows import LatentNorm
 from paceline.kernels.rope import Rope
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
-from paceline.layers.rank_sum import summed
+from paceline.layers.rank_sum import Unsummed, summed
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import hold
@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
         self.out = summed(out, parallel, placement)
         self.cos_sin = cos_sin  # [max_positions, rope_dim]  float32, shared by layers
 
-    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor | Unsummed:
         """x [tokens, hidden], positions [tokens] int64 -> [tokens, hidden]."""
         row: Tensor = self.kv_a(x)  # before the queries, whose weight is read meanwhile
         if self.q_a is not None and self.q_norm is not None:
@@ -87,7 +87,7 @@ class LatentAttention(nn.Module):
             if first:
                 before = self._absorbed(q[:first], row[:first], positions[:first], ctx)
                 values = torch.cat((before, values))
-        result: Tensor = self.out(values.flatten(1))
+        result: Tensor | Unsummed = self.out(values.flatten(1))
         return result
 
     def _absorbed(self, q: Tensor, row: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:

@@ -12,7 +12,7 @@ from paceline.kernels.rope import Rope, rope_reference
 from paceline.kernels.rope_write_kv import HeadNorms
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear, QKVLinear
-from paceline.layers.rank_sum import mean_squares, summed
+from paceline.layers.rank_sum import Unsummed, mean_squares, summed
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement, empty_parameter
 
@@ -68,11 +68,11 @@ class SelfAttention(nn.Module):
         self.cos_sin = cos_sin
         self.axis_columns = () if spec.rope is None else spec.rope.axis_columns
 
-    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor | Unsummed:
         """x [tokens, in_features], positions [tokens] or [axes, tokens] int64, of rope -> [tokens,
         hidden]."""
         q, k, v = self.project(x)
-        out: Tensor = self.out(self.attend(q, k, v, positions, ctx).flatten(1))
+        out: Tensor | Unsummed = self.out(self.attend(q, k, v, positions, ctx).flatten(1))
         return out
 
     def attend(
@@ -125,12 +125,12 @@ class GatedAttention(SelfAttention):
 
     query_rows = 2
 
-    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor | Unsummed:
         """As of `SelfAttention`."""
         rows, k, v = self.project(x)
         q, gate = rows.unflatten(1, (-1, 2)).unbind(2)
         attended = self.attend(q, k, v, positions, ctx)
-        out: Tensor = self.out((attended * gate.sigmoid()).flatten(1))
+        out: Tensor | Unsummed = self.out((attended * gate.sigmoid()).flatten(1))
         return out
 
 

@@ -12,6 +12,7 @@ from paceline.layers.attention import StepContext
 from paceline.layers.decoders.prenorm_layer import PreNormLayer
 from paceline.layers.embedding import Embedding, LMHead
 from paceline.layers.mixers.self_attention import SelfAttention
+from paceline.layers.rank_sum import Unsummed, total
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
@@ -97,13 +98,14 @@ class EagleHead(FeatureHead):
         self, input_ids: Tensor, positions: Tensor, features: Tensor, ctx: StepContext
     ) -> Tensor:
         stream: HiddenStream = self.first(input_ids, self._table, features, positions, ctx)
+        delta: Tensor | Unsummed
         delta, residual = stream
         for layer in self.later:
             delta = layer(delta, residual, positions, ctx)
         if self.norm is not None and self.config.norm_output:
             normed: Tensor = self.norm.add(delta, residual)
             return normed
-        return residual.add_(delta)
+        return residual.add_(total(delta))
 
     def logits(self, features: Tensor) -> Tensor:
         if self.norm is not None and not self.config.norm_output:
