@@ -146,9 +146,12 @@ class LatentRows:
         parts = []
         if first:
             rope = Rope(self._cos_sin, self._positions[:first])
-            queries = q[:first].clone()
-            own = (queries, q[:first, :, rank:], row[:first])
-            parts.append(ctx.attend_latents(layer, *own, rope=rope, **how))
+            own = (torch.empty_like(q[:first]), q[:first, :, rank:], row[:first])
+
+            def absorb(into: Tensor) -> None:
+                into.copy_(q[:first, :, :rank])
+
+            parts.append(ctx.attend_latents(layer, *own, rope=rope, absorb=absorb, **how))
         if first < tokens:
             rope = Rope(self._cos_sin, self._positions[first:tokens])
             given = (q[first:, :, :rank], q[first:, :, rank:], row[first:])
