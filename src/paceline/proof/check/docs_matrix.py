@@ -25,6 +25,7 @@ MORE = {  # runs of some cells
     "GPU": (
         *("h200-check-flashinfer-mla.json", "h200-check-flashmla.json"),
         *("h200-check-triton-latents.json", "h200-check-fa3-latents.json"),
+        "h200-check-expanded-latents.json",
     ),
     "CPU": (
         *("check-cpu-blackwell-latents.json", "check-cpu-trtllm-mha.json"),
