@@ -182,7 +182,7 @@ class StepPlan:
     def add(self, request: Request, extend_len: int, deltas: tuple[Delta, ...]) -> None:
         """Give a running request its place in the step: behind all others."""
         least, most, num_given = extend_len, extend_len, 0
-        if self.draft is not NO_DRAFTS:
+        if self.draft.num_steps > 0:  # has_drafts, without a call for every row
             least, most = 1, self.draft.max_path if request.params.speculative else 1
             if request.constraint is not None:
                 num_given = self.dealt.get(request, 0)

@@ -7,6 +7,8 @@ takes from the token a rate beta, too, sigmoid(b), which lies before a in each o
 no limits; Mamba 2 (arXiv:2405.21060) goes on with the step.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -43,10 +45,10 @@ def _on_cpu(
     rate.copy_(found[1])
 
 
-def _on_cuda(*arguments: object) -> None:
+def _on_cuda(*arguments: Any) -> None:
     from paceline.kernels._triton.decay_rates import launch_decay_rates
 
-    launch_decay_rates(*arguments)  # type: ignore[arg-type]
+    launch_decay_rates(*arguments)
 
 
 _DECAY_RATES = define_op(

@@ -6,6 +6,8 @@ transformers does it: Mamba-2 rounds the normed row behind the gate first; Qwen3
 share a weight, rounds both it and its product before the gate.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,10 +59,10 @@ def _on_cpu(
     out.copy_(gated_norm_reference(y, z, weight, eps=eps, groups=groups, order=kind))
 
 
-def _on_cuda(*arguments: object) -> None:
+def _on_cuda(*arguments: Any) -> None:
     from paceline.kernels._triton.gated_norm import launch_gated_norm
 
-    launch_gated_norm(*arguments)  # type: ignore[arg-type]
+    launch_gated_norm(*arguments)
 
 
 _GATED_NORM = define_op(

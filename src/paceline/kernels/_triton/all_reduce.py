@@ -27,7 +27,7 @@ _POLLS = tl.constexpr(1 << 16)  # from look to look at the clock
 
 @triton.jit
 def _slice_ptr(
-    peers_ptr,  # [RANKS, 2] int64
+    peers_ptr,  # [RANKS, 3] int64
     like_ptr,  # of the message's dtype
     owner,  # whose box
     sender,

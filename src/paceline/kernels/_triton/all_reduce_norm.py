@@ -253,7 +253,6 @@ def launch_all_reduce_norm(
     if num_rows == 0:
         return
     block = next_power_of_2(dim)
-    size = 1 if num_rows <= POLLED else max(1, _TURN_BYTES // (block * x.element_size()))
     where = x.contiguous(), residual, weight, out
     constants = {
         "DIM": dim,
@@ -281,6 +280,7 @@ def launch_all_reduce_norm(
             **overlap_options(x.device, _all_reduce_norm_polled_kernel),
         )
         return
+    size = max(1, _TURN_BYTES // (block * x.element_size()))
     launch(
         _all_reduce_norm_kernel,
         (min(cdiv(num_rows, size), CHANNELS),),
