@@ -22,7 +22,7 @@ from profile_work import Work, least_us, role_bytes, role_flops
 # The first pattern found in a kernel's name decides.
 NAMES = (
     ("reduce", r"splitK_?reduce|_reduce_splits"),  # belongs to the product before it
-    ("exchange", r"_all_reduce_kernel|_all_reduce_norm_kernel|_all_gather_kernel"),
+    ("exchange", r"_all_reduce_(norm_(polled_)?)?kernel|_all_gather_kernel"),
     ("derive", r"_derive|derive_|_shared_(common|group|place)_kernel"),
     ("commit", r"_commit|commit_|_compact_kv|_keep_states|_chain_rows|_pool_rows"),
     ("draft", r"_draft_topk|_grow_tree|_select_tree|_ngram_lookup"),

@@ -47,6 +47,12 @@ FUSED_LAYER = [
     ("_one_token_kernel", "gate_up"),
     ("_one_token_kernel", "down"),
 ]
+LAYER_OF_A_RANK = [
+    *FUSED_LAYER[1:5],
+    ("_all_reduce_norm_polled_kernel", "exchange"),
+    *FUSED_LAYER[6:],
+    ("_all_reduce_norm_kernel", "exchange"),
+]
 SEPARATE_QK_NORM_LAYER = [
     ("_rms_norm_kernel", "norm"),
     ("nvjet_a", "qkv"),
@@ -102,6 +108,7 @@ DRAFT_PASS = [  # of a drafter with a layer and a head of its own
 LAYERS = [
     LAYER,
     FUSED_LAYER,
+    LAYER_OF_A_RANK,
     SEPARATE_QK_NORM_LAYER,
     ROUTED_LAYER,
     LATENT_LAYER,

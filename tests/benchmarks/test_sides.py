@@ -1,9 +1,11 @@
 """Timings in turns: the interval of a median, and sides that answer or end."""
 
+import re
 import statistics
 
 import pytest
 
+from in_turns import disagreement
 from sides import SOURCES, Side, median_interval
 
 # Of the sign test: the largest d with P(Binomial(n, 1/2) < d) <= 0.025, as tables print it.
@@ -36,3 +38,17 @@ def test_a_side_runs_over_its_sources_and_answers_line_by_line():
     assert side.ask("end") == {"heard": "end"}
     with pytest.raises(SystemExit, match="a side ended with code 3"):
         side.ask("two")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ([5, 5, 5], [5, 5, 5], None),
+        ([4, 5, 5], [4, 5, 5], "side old says other tokens at time 2 than at first"),
+        ([5, 5, 5], [5, 5, 4], "side new says other tokens at time 3 .*enable_prefix_cache"),
+        ([5, 5, 5], [4, 4, 4], "sides old and new say different tokens"),
+    ],
+)
+def test_sides_that_differ_are_told_from_one_that_does_not_repeat_itself(old, new, fault):
+    found = disagreement({"old": old, "new": new})
+    assert found == fault if fault is None else re.match(fault, found)

@@ -1,5 +1,5 @@
-"""Kernels of an expanded step, as a GPU's compiler is asked for them: each once, whatever stands
-before the prompts, and however many they are.  No GPU is needed to ask."""
+"""Kernels of steps that are no graphs, as a GPU's compiler is asked for them: each once, whatever
+stands before the prompts, and however many and long they are.  No GPU is needed to ask."""
 
 from typing import Any
 
@@ -10,14 +10,19 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from paceline.kernels._triton import (
+    all_reduce_norm,
     latent_rows,
     merge_partials,
     prefix_rows,
     ragged_attention,
+    solve_chunks,
+    state_inputs,
 )
+from paceline.kernels.all_reduce import POLLED
 
 RANK, NOPE, ROPE, HEADS, PAGE, TOKENS, REQS = 32, 16, 16, 2, 4, 40, 70
 MODULES = (latent_rows, merge_partials, prefix_rows, ragged_attention)
+MODULES += (all_reduce_norm, solve_chunks, state_inputs)
 
 
 @pytest.fixture
@@ -80,4 +85,35 @@ def test_no_kernel_depends_on_what_stands_before_or_on_how_many_prompts_there_ar
     }
     for first, reqs in ((1, 1), (2, 3), (17, REQS)):
         launch_expanded(first, reqs)
+    assert asked - ahead == set()
+
+
+def launch_ragged(tokens: int, reqs: int) -> None:
+    """What layers of states, and ranks, launch of so many tokens of prompts."""
+    x, rows = torch.zeros(tokens, RANK), torch.zeros(2, 2, 1, 1)
+    some = torch.zeros(1, dtype=torch.int64)
+    all_reduce_norm.launch_all_reduce_norm(
+        x, x, x[0], 1e-6, False, False, 0, rows, some, rows, some, x
+    )
+    heads = torch.zeros(tokens, 1, NOPE)
+    slots = torch.zeros(reqs, 3, dtype=torch.int32)
+    places = torch.zeros(tokens, 3, dtype=torch.int64)
+    weight, window = torch.zeros(3 * NOPE, 4), torch.zeros(1, 3 * NOPE, 3)
+    channels, inputs = (0, NOPE, 2 * NOPE, 3 * NOPE, 3 * NOPE), torch.zeros(tokens, 1, 3 * NOPE)
+    state_inputs.launch_state_inputs(
+        inputs, weight, None, window, slots, places, channels, 1e-6, 1.0, heads, heads, heads, None
+    )
+    starts = torch.zeros(reqs + 1, dtype=torch.int32)
+    chunks = torch.zeros(1, 16, dtype=torch.int64)
+    solve_chunks.launch_solve_chunks(
+        heads, heads[..., 0], heads[..., 0], starts, chunks[:, 0], chunks, torch.zeros(1, 1, 16, 16)
+    )
+
+
+def test_no_kernel_depends_on_how_long_or_how_many_prompts_are(asked) -> None:
+    launch_ragged(2 * POLLED, 4)
+    ahead = set(asked)
+    assert len({name for name, _ in ahead}) == 3
+    for tokens, reqs in ((2 * POLLED + 1, 1), (2 * POLLED + 16, 16)):
+        launch_ragged(tokens, reqs)
     assert asked - ahead == set()

@@ -93,6 +93,16 @@ def test_rates_are_softplus_of_any_size(has_beta: bool) -> None:
         torch.testing.assert_close(theirs.double(), wanted, rtol=1e-5, atol=0)
 
 
+def test_a_rate_of_a_number_that_is_none_is_none() -> None:
+    from paceline.kernels._triton.decay_rates import launch_decay_rates
+
+    given, nothing = torch.tensor([[[torch.nan, 1.0]]]), torch.zeros(2)
+    decay, step = torch.zeros(1, 2), torch.zeros(1, 2)
+    launch_decay_rates(given, nothing, nothing, 1e-3, 20.0, False, decay, step)
+    assert torch.equal(decay.isnan(), given[0].isnan())
+    assert torch.equal(step.isnan(), given[0].isnan())
+
+
 def test_rows_of_another_form_are_refused() -> None:
     y, z = noise(TOKENS, 4, DIM), noise(TOKENS, ROW + 2)
     with pytest.raises(KernelArgumentError, match="z must be"):

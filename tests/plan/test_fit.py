@@ -382,6 +382,12 @@ def test_a_cpu_without_bfloat16_computes_in_float32():
             "--cuda-graph-max-tokens or raise --max-num-batched-tokens",
         ),
         (
+            {"cuda_graph_max_tokens": 65, "max_model_len": 64},
+            H200,
+            "cuda_graph_max_tokens must be at most 64, the tokens of one request, got 65; lower "
+            "--cuda-graph-max-tokens or raise --max-model-len",
+        ),
+        (
             {"chunked_prefill_size": 65, "max_num_batched_tokens": 64},
             CPU,
             "chunked_prefill_size must be at most 64, the tokens of one step, got 65; lower "

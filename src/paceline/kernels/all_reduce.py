@@ -30,9 +30,7 @@ from paceline.kernels.custom_op import define_op
 from paceline.kernels.stand_in import device_type
 
 WAIT_S = 60.0  # for ranks that have not sent theirs, before a step fails
-CHANNELS = (
-    528  # of a box on a GPU: programs that send side by side, of which four share a processor
-)
+CHANNELS = 528  # of a box on a GPU: programs that send side by side, four to a processor
 SLICE_BYTES = 16384  # of a message, that a channel takes in one turn
 POLLED = 256  # rows of a message that is not announced, of a slice each
 WORDS = CHANNELS + POLLED  # of a rank: turns of channels, then of rows

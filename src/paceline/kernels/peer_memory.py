@@ -36,9 +36,8 @@ class PeerMemory:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._memory = exchange_memory(ranks, 0, dtype=dtype, device=self._device)
         self._aside = torch.cuda.Stream()
-        self._memory.sent.fill_(
-            0
-        )  # the kernel of `release` is loaded now: behind one that waits none is
+        # The kernel of `release` is loaded now: behind one that waits none is.
+        self._memory.sent.fill_(0)
         self._opened: list[int] = []
 
     @property
@@ -65,10 +64,8 @@ class PeerMemory:
     def release(self) -> None:
         """Let this rank's kernels wait for nobody: what they sum from now on is nobody's to read.
         For when a rank has ended; any thread may call it."""
-        with (
-            suppress(RuntimeError),
-            torch.cuda.stream(self._aside),
-        ):  # a lost context has no kernels
+        # A lost context has no kernels.
+        with suppress(RuntimeError), torch.cuda.stream(self._aside):
             self._memory.sent.fill_(RELEASED)
 
     def close(self) -> None:

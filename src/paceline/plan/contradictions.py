@@ -7,6 +7,7 @@ from paceline.core.dtypes import FP8
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model.config import ModelConfig
+from paceline.core.modes import End
 from paceline.core.options.engine_options import (
     REJECTION,
     SAMPLE_AND_MATCH,
@@ -121,8 +122,9 @@ def refuse_parts_of_texts(options: EngineOptions, config: ModelConfig) -> None:
             )
 
 
-def refuse_graphs(options: EngineOptions) -> None:
-    """Raise ConfigError for graphs of more than a step holds; `options` has the step's numbers."""
+def refuse_graphs(options: EngineOptions, config: ModelConfig) -> None:
+    """Raise ConfigError for graphs of more than a step holds, or, where answers are generated, one
+    prompt; `options` has the step's numbers."""
     rows, tokens = known(options.max_num_seqs), known(options.max_num_batched_tokens)
     graph_rows, graph_tokens = options.cuda_graph_max_bs, options.cuda_graph_max_tokens
     if graph_rows is not None and graph_rows > rows:
@@ -132,12 +134,16 @@ def refuse_graphs(options: EngineOptions) -> None:
             got=graph_rows,
             remedy="lower --cuda-graph-max-bs or raise --max-num-seqs",
         )
-    if graph_tokens is not None and graph_tokens > tokens:
+    limit, what, flag = tokens, "tokens of one step", "--max-num-batched-tokens"
+    length = options.max_model_len or config.max_position
+    if End.GENERATE in config.ends and length < tokens:
+        limit, what, flag = length, "tokens of one request", "--max-model-len"
+    if graph_tokens is not None and graph_tokens > limit:
         raise ConfigError.about(
             "cuda_graph_max_tokens",
-            expected=f"at most {tokens}, the tokens of one step",
+            expected=f"at most {limit}, the {what}",
             got=graph_tokens,
-            remedy="lower --cuda-graph-max-tokens or raise --max-num-batched-tokens",
+            remedy=f"lower --cuda-graph-max-tokens or raise {flag}",
         )
 
 

@@ -108,7 +108,7 @@ def _decide(asked: Mapping[str, object], demands: Demands) -> tuple[ModelConfig,
     refuse_parts_of_texts(resolution.options, config)
     refuse_cache(resolution.options)
     resolution = _choose_graphs(resolution, config, demands)
-    refuse_graphs(resolution.options)
+    refuse_graphs(resolution.options, config)
     resolution = _choose_expansion(resolution, config, device)
     if device.device_type == "cpu" and not config.reads_whole:  # which caches nothing
         resolution = _choose_cpu_cache(resolution, config, demands)

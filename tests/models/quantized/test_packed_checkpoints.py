@@ -116,6 +116,17 @@ def test_rows_are_rounded_where_the_file_has_codes_for_activations(
     assert {packing.rounds_inputs for packing in packings(folder).by_module.values()} == {True}
 
 
+def test_rows_stay_as_they_are_where_the_method_is_of_weights_alone(
+    plain: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "quantised"
+    quantise(plain, "modelopt-fp8", folder)
+    told = (folder / "config.json").read_text()
+    assert told.count('"FP8"') == 1
+    (folder / "config.json").write_text(told.replace('"FP8"', '"FP8_PB_WO"'))
+    assert {packing.rounds_inputs for packing in packings(folder).by_module.values()} == {False}
+
+
 @pytest.mark.parametrize("format_", ["mxfp4-linear", "nvfp4"])
 def test_codes_that_no_kernel_reads_become_numbers(
     format_: str, plain: Path, tmp_path: Path

@@ -105,7 +105,7 @@ def _add_and_normalise(
     tl.store(out_ptrs, result.to(DTYPE), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _all_reduce_norm_kernel(
     x_ptr,  # [rows, DIM]
     residual_ptr,  # [rows, DIM]

@@ -37,10 +37,12 @@ def _decay_rates_kernel(
     a = tl.load(given_ptr + (PER_PART if HAS_BETA else 0), mask=live, other=0.0).to(tl.float32)
     a += tl.load(bias_ptr + head, mask=live, other=0.0)
     # log(1 + e) where 1 + e is rounded: Kahan's correction (Goldberg 1991, theorem 4).
-    e = tl.exp(tl.minimum(a, 20.0))
+    e = tl.exp(tl.where(a > 20.0, 20.0, a))
     wide = 1.0 + e
     step = tl.where(wide == 1.0, e, tl.log(wide) * (e / tl.where(wide == 1.0, 1.0, wide - 1.0)))
-    step = tl.minimum(tl.maximum(tl.where(a > 20.0, a, step), least), most)
+    step = tl.where(a > 20.0, a, step)
+    # Compared, not clamped: NaN stays NaN.
+    step = tl.where(step < least, least, tl.where(step > most, most, step))
     log = tl.load(log_ptr + head, mask=live, other=0.0)
     tl.store(decay_ptr + place, -tl.exp(log) * step, mask=live)
     if HAS_BETA:

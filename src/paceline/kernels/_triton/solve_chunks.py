@@ -70,7 +70,7 @@ def _inverse(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["reqs"])
 def _solve_chunks_kernel(
     k_ptr,  # [tokens, key_heads, KEY_DIM]
     decay_ptr,  # [tokens, heads] float32

@@ -95,7 +95,7 @@ def _write_head(
             tl.store(q_ptr + at, (wide * scale).to(q_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _state_inputs_kernel(
     inputs_ptr,  # [tokens, parts, PART]
     weight_ptr,  # [channels, WINDOW + 1]

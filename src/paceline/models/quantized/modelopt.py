@@ -42,7 +42,8 @@ class ModelOpt(Quantization):
             wanted = "with" if is_fp4 else "without"
             refuse_weight(module, f"{wanted} 'weight_scale_2', as of {self.algorithm}", [*stored])
         if "weight_scale_2" not in stored:
-            return scaled_weight(module, stored, codes=FP8, block=(128, 128), rounds_inputs=True)
+            rounds = not self.algorithm.endswith("_WO")  # of weights only
+            return scaled_weight(module, stored, codes=FP8, block=(128, 128), rounds_inputs=rounds)
         parts = ("weight", "weight_scale", "weight_scale_2")
         missing = [name for name in parts if name not in stored]
         if missing:
