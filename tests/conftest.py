@@ -148,5 +148,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.config.stash[FROZEN] = len(sys.modules)
         gc.collect()
         gc.freeze()
-
-

@@ -38,6 +38,7 @@ from paceline.speculate.drafter import Drafter
 
 # Bytes for each entry of the operand that torch's own CUDA kernels take while they run.
 LIBRARY_SCRATCH = {"aten::sort": 16}
+UNTOLD_VIEWS = ("aten::_unsafe_view",)  # they return what they were given; their schema hides it
 _UNITS = {"cpu": 64, "cuda": MIN_BLOCK}  # bytes: an allocator gives whole units
 
 
@@ -105,9 +106,9 @@ class Allocations(StandIn):
 
 @cache
 def _may_return_given(func: Any) -> bool:
-    """Whether an operator may return a storage that it was given, and that no other has returned:
-    of all that do, those that views and casts are made of say so."""
-    return any(each.alias_info is not None for each in func._schema.returns)
+    """Whether an operator may return a storage that it was given."""
+    schema = func._schema
+    return schema.name in UNTOLD_VIEWS or any(r.alias_info is not None for r in schema.returns)
 
 
 def _is_among(
