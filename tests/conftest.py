@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,16 +83,17 @@ def bundled_drafter_is_tested_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def what_is_frozen_stays_frozen() -> Iterator[None]:
-    """A bench or server that ends thaws all there is, modules and tests too, through which every
-    engine behind it would look for garbage."""
+def what_stays_is_not_looked_through() -> Iterator[None]:
+    """An engine that is closed looks for garbage among what is young, as it is, and not through the
+    engines of other tests; a bench or server that ends thaws nothing of modules and tests."""
     machine = sys.modules.get("paceline.plan.machine")
     if machine is None:  # nothing that serves
         yield
         return
-    collects_alone = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    young = partial(gc.collect, 1)
+    looks_at_young = SimpleNamespace(collect=young, freeze=lambda: None, unfreeze=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "gc", collects_alone)
+        patch.setattr(machine, "gc", looks_at_young)
         yield
 
 
@@ -101,6 +103,13 @@ def kernels_are_interpreted_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is not None:
         patch_once(monkeypatch, interpreter)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """What is frozen when Python ends would be told as leaked.  Thawed behind the collections that
+    pytest ends with, of which each would look through all there is."""
+    config.add_cleanup(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -139,8 +148,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.config.stash[FROZEN] = len(sys.modules)
         gc.collect()
         gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """What is frozen when Python ends would be told as leaked."""
-    gc.unfreeze()

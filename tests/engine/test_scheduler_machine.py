@@ -156,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.num_drained = 0
         self.requests: dict[str, Request] = {}
+        self.unfinished: dict[str, Request] = {}  # and those that ended since `live` was asked
         self.keys: dict[str, PageKeys] = {}
         self.expected: dict[str, tuple[list[int], FinishCode]] = {}
         self.streamed: dict[str, list[int]] = {}
@@ -270,7 +271,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.tally["refused"] += 1
             return
         name = request.request_id
-        self.requests[name] = request
+        self.requests[name] = self.unfinished[name] = request
         self.keys[name] = keys  # as it was asked: a request may have lost its own
         self.streamed[name] = []
         self.scored[name] = []
@@ -330,7 +331,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.after("drain")
 
     def live(self):
-        return [n for n, r in self.requests.items() if r.state is not RequestState.FINISHED]
+        asked = self.unfinished.items()
+        self.unfinished = {n: r for n, r in asked if r.state is not RequestState.FINISHED}
+        return list(self.unfinished)
 
     def sharing(self):
         running = [n for n in self.live() if self.requests[n].state is RequestState.RUNNING]
@@ -345,7 +348,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             joins = [delta for delta in step.deltas if isinstance(delta, JoinDelta)]
             keys = {
                 r.row: self.keys[name]
-                for name, r in (self.requests.items() if joins else ())
+                for name, r in (self.unfinished.items() if joins else ())
                 if r.state is RequestState.RUNNING
             }
             self.check_blocks(step)
@@ -369,7 +372,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_blocks(self, step):
         """No hit and no chunk ends within a block, and steps with tokens of one see ahead."""
-        running = [r for r in self.requests.values() if r.state is RequestState.RUNNING]
+        running = [r for r in self.unfinished.values() if r.state is RequestState.RUNNING]
         blocks = {r.row: r.keys.blocks for r in running if r.keys.blocks is not None}
         sees_ahead = False
         places = zip(step.layout.rows, step.prefix_lens_bound, step.layout.extend_lens, strict=True)

@@ -20,7 +20,7 @@ def found_alike():
 
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize(("model", "asked"), CASES[1:11:3] + CASES[11:], ids=str)
+@pytest.mark.parametrize(("model", "asked"), CASES[:4] + CASES[10:], ids=str)
 def test_operators_return_what_torch_says(model, asked, where, found_alike, monkeypatch, tmp_path):
     names = set()
 
@@ -42,7 +42,7 @@ def test_operators_return_what_torch_says(model, asked, where, found_alike, monk
     for shape in largest_steps(limits):
         allocated(seen.parts, shape, device)
     graphs_held(seen.parts, largest_graphs(limits), device)
-    assert len(names) > 10
+    assert len(names) > 8
 
 
 def outlined(value):
@@ -107,6 +107,10 @@ def test_planning_imports_no_compiler():
         "explain_model(asked, gpu='h200')\n"
         "explain_model({**asked, 'max_model_len': 30000}, gpu='l4')\n"
         "explain_model({'model': 'bundled', 'device': 'cpu'}, gpu=None)\n"  # whose own head drafts
+        "others = 'deepseek-v3-7-layers', 'mamba2-2.7b', 'qwen3-next-16-layers', 'bert-base'\n"
+        "for model in others:\n"
+        "    explain_model({'model': model, 'load_format': 'dummy'}, gpu='h200')\n"
+        "explain_model({'model': model, 'load_format': 'dummy', 'device': 'cpu'}, gpu=None)\n"
         "print(sorted({'sympy', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,6 +4,7 @@
 import importlib
 import importlib.util
 from collections.abc import Mapping
+from functools import cache
 from inspect import signature
 from types import ModuleType
 from typing import TypeVar
@@ -71,6 +72,12 @@ def missing_of(found: type, attributes: Mapping[str, type]) -> list[str]:
         if not isinstance(getattr(found, name, None), kind)
     ]
     missing += sorted(getattr(found, "__abstractmethods__", ()))
+    return missing + [f"default for its constructor's {name}" for name in _arguments_of(found)]
+
+
+@cache
+def _arguments_of(found: type) -> tuple[str, ...]:
+    """What a class cannot be made without.  Asked once: `signature` takes longer than all else that
+    loads a backend, which a plan does for every backend that might run."""
     given = [p for p in signature(found).parameters.values() if p.default is p.empty]
-    needed = [p.name for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return missing + [f"default for its constructor's {name}" for name in needed]
+    return tuple(p.name for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))

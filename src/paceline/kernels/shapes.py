@@ -220,6 +220,37 @@ def _tiled(x: Tensor, repeats: Sequence[int]) -> Tensor:
     return _meta([size * count for size, count in zip(shape, repeats, strict=True)], x.dtype)
 
 
+def _layer_norm(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return _meta(x.shape, x.dtype)
+
+
+def _native_layer_norm(x: Tensor, dims: Sequence[int], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """With means and reciprocal deviations of rows, in the dtype they are computed in."""
+    rows = [*x.shape[: x.dim() - len(dims)], *(1 for _ in dims)]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return _layer_norm(x), _meta(rows, dtype), _meta(rows, dtype)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Any:
+    if min(a.dim(), b.dim()) < 2:
+        return NotImplemented
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return _meta([*batch, a.shape[-2], b.shape[-1]], a.dtype)
+
+
+def _solve_triangular(a: Tensor, b: Tensor, **_: Any) -> Tensor:
+    """Columns lie one behind the other."""
+    *batch, rows, columns = b.shape
+    return _meta([*np.broadcast_shapes(a.shape[:-2], batch), columns, rows], b.dtype).mT
+
+
+def _places(_: Tensor, values: Any, *, out_int32: bool = False, **__: Any) -> Any:
+    """Where values would stand in a sorted tensor."""
+    if not isinstance(values, Tensor):
+        return NotImplemented
+    return _meta(values.shape, torch.int32 if out_int32 else torch.int64)
+
+
 # Broadcast as the tagged ones do, without the tag.
 _POINTWISE = frozenset({"__and__", "__or__", "floor_divide", "where"})
 _RULES: Mapping[str, Rule] = {
@@ -227,16 +258,22 @@ _RULES: Mapping[str, Rule] = {
     "mm": lambda a, b: _meta([a.shape[0], b.shape[1]], a.dtype),
     "addmm": lambda _, a, b, **__: _meta([a.shape[0], b.shape[1]], a.dtype),
     "bmm": lambda a, b: _meta([*a.shape[:2], b.shape[2]], a.dtype),
+    "matmul": _matmul,
+    "linalg_solve_triangular": _solve_triangular,
     "index_copy": _like,
     "index_select": lambda x, dim, rows: _meta(_replaced(x.shape, dim, rows.numel()), x.dtype),
     "gather": lambda x, _, indices, **__: _meta(indices.shape, x.dtype),
     "index": _index,
     "topk": _topk,
+    "searchsorted": _places,
+    "scatter": _like,
     "sort": lambda x, *_, **__: (_like(x), _meta(x.shape, torch.int64)),
     "log_softmax": _softmax,
     "softmax": _softmax,
     "_log_softmax": _softmax,
     "_softmax": _softmax,
+    "layer_norm": _layer_norm,
+    "native_layer_norm": _native_layer_norm,
     "cumsum": lambda x, _, dtype=None: _meta(x.shape, dtype or _counted(x.dtype)),
     "clone": _like,
     "to": _to,
@@ -248,6 +285,7 @@ _RULES: Mapping[str, Rule] = {
     "new_zeros": lambda x, size, dtype=None, **_: _meta(size, dtype or x.dtype),
     "empty_like": _like,
     "zeros_like": _like,
+    "ones_like": _like,
     "full_like": _like,
     "scalar_tensor": lambda _, dtype, **__: _meta((), dtype),
     "arange": _arange,

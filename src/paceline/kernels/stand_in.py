@@ -35,26 +35,28 @@ class StandIn(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        written = _written(func, args, kwargs or {})
-        if any(tensor.is_meta for tensor in written):
-            return _as_returned(func, written)  # there is nothing to compute
+        if places := _places_written(func):
+            written = _written(places, args, kwargs or {})
+            if any(tensor.is_meta for tensor in written):
+                return _as_returned(func, written)  # there is nothing to compute
         result = result_of(func, args, kwargs or {})
         if result is not NotImplemented:
             return result
         return func(*args, **(kwargs or {}))
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors an operator writes and gives back, in order; none where it makes new ones too, or
-    changes what a tensor is."""
-    places = _places_written(func)
+def _written(
+    places: Sequence[tuple[int, str]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """The tensors at these places, in order."""
     values = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
     return [value for value in values if isinstance(value, Tensor)]
 
 
 @cache
 def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
-    """(index, name) of the arguments that `_written` is about."""
+    """(index, name) of the arguments that an operator writes and gives back; none where it makes
+    new tensors too, or changes what a tensor is."""
     schema = func._schema
     if not schema.is_mutable or torch.Tag.inplace_view in func.tags:
         return ()

@@ -31,7 +31,7 @@ from paceline.core.step import (
 )
 from paceline.runner.step_frames import decode_step, encode_step
 
-KINDS = ("every-processor", "logprobs")
+KIND = "logprobs"
 JOIN = JoinDelta(
     row=3, token_ids=(5, 6, 7), prompt_len=2, prefix_len=0, max_len=9, params=SamplingParams(seed=1)
 )
@@ -61,7 +61,7 @@ EVERYTHING = Step(
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    return llama_truth(tmp_path_factory.mktemp("truth"), KINDS)
+    return llama_truth(tmp_path_factory.mktemp("truth"), (KIND,))
 
 
 def test_steps_of_a_busy_hour_come_back(truth: Truth) -> None:
@@ -70,8 +70,7 @@ def test_steps_of_a_busy_hour_come_back(truth: Truth) -> None:
         drafting_llm(truth, cell | {"chunked_prefill_size": 7}) as llm,
         recorded_steps(llm) as seen,
     ):
-        for kind in KINDS:
-            serve(llm, truth.jobs[kind])
+        serve(llm, truth.jobs[KIND])
         llm.generate(random_prompts((9, 30)), {"prompt_logprobs": 2, "max_tokens": 4})
         llm.generate(random_prompts((5,)), grammar=Turns([(1, 2)], length=3))
     kinds = Counter(type(delta) for step in seen for delta in step.deltas)

@@ -8,10 +8,11 @@ kernels ask for; what libraries take inside an operator is not seen.
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.attention.contract import AttentionBackend
 from paceline.core.expansion import Expansion, whole_step
@@ -37,6 +38,7 @@ from paceline.speculate.drafter import Drafter
 
 # Bytes for each entry of the operand that torch's own CUDA kernels take while they run.
 LIBRARY_SCRATCH = {"aten::sort": 16}
+UNTOLD_VIEWS = ("aten::_unsafe_view",)  # they return what they were given; their schema hides it
 _UNITS = {"cpu": 64, "cuda": MIN_BLOCK}  # bytes: an allocator gives whole units
 
 
@@ -53,7 +55,8 @@ class Allocations(StandIn):
         self.live, self.peak, self.total = 0, 0, 0
         self._unit = unit
         self._pool = pool
-        self._alive: dict[int, tuple[int, Block | None]] = {}  # storages by address: bytes, where
+        # Storages by address: bytes, where, and what says that it is gone.
+        self._alive: dict[int, tuple[int, Block | None, weakref.ref[Any]]] = {}
 
     def __torch_dispatch__(
         self,
@@ -63,22 +66,26 @@ class Allocations(StandIn):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in tensors_among((result,)):
+        for tensor in (result,) if isinstance(result, Tensor) else tensors_among((result,)):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._alive and not _is_among(storage, args, kwargs or {}):
+            if storage._cdata in self._alive:
+                continue
+            if not _may_return_given(func) or not _is_among(storage, args, kwargs or {}):
                 self._note(storage)
         if self.device_type == "cuda":
-            self._note_hidden((*scratch_sizes(func, args), *_library_sizes(func, args)))
+            hidden = (*scratch_sizes(func, args), *_library_sizes(func, args))
+            if hidden:
+                self._note_hidden(hidden)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         size = self._rounded(storage.nbytes())
         block = self._pool.take(size) if self._pool and size else None
-        self._alive[storage._cdata] = size, block
+        gone = weakref.ref(storage, partial(self._free, storage._cdata))
+        self._alive[storage._cdata] = size, block, gone
         self.live += size
         self.total += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, storage._cdata)
 
     def _note_hidden(self, sizes: Sequence[int]) -> None:
         """What is taken and given back within an operator."""
@@ -90,11 +97,18 @@ class Allocations(StandIn):
     def _rounded(self, size: int) -> int:
         return -(-size // self._unit) * self._unit
 
-    def _free(self, address: int) -> None:
-        size, block = self._alive.pop(address)
+    def _free(self, address: int, _: "weakref.ref[Any]") -> None:
+        size, block, _ = self._alive.pop(address)
         self.live -= size
         if self._pool is not None and block is not None:
             self._pool.give_back(block)
+
+
+@cache
+def _may_return_given(func: Any) -> bool:
+    """Whether an operator may return a storage that it was given."""
+    schema = func._schema
+    return schema.name in UNTOLD_VIEWS or any(r.alias_info is not None for r in schema.returns)
 
 
 def _is_among(
@@ -106,8 +120,13 @@ def _is_among(
 
 
 def _library_sizes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    per_entry = LIBRARY_SCRATCH.get(func._schema.name)
+    per_entry = _library_scratch(func)
     return () if per_entry is None else (per_entry * int(args[0].numel()),)
+
+
+@cache
+def _library_scratch(func: Any) -> int | None:
+    return LIBRARY_SCRATCH.get(func._schema.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ the dispatcher by torch's own operator tags; reads that never reach the dispatch
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,23 +73,40 @@ class _MethodNet(TorchFunctionMode):
 
 def check_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise HostReadError when a dispatched operator cannot be in a graph."""
-    name = func._schema.name
-    if torch.Tag.data_dependent_output in func.tags:
-        raise _refuse(name, "its result is a host value")
-    if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs):
+    name, kind = func._schema.name, _kind_of(func)
+    if kind.refused is not None:
+        raise _refuse(name, kind.refused)
+    if kind.may_draw and not _draws_nothing(func, args, kwargs):
         raise _refuse(name, "its random state would be frozen")
-    if name in REFUSED_OPERATORS:
-        raise _refuse(name, "host data enters the region")
-    if name in INDEX_OPERATORS:
-        if any(_is_mask(index) for index in args[1]):
-            raise _refuse(name, "the shape of a mask index depends on data")
-    elif torch.Tag.dynamic_output_shape in func.tags:
-        raise _refuse(name, "its shape depends on data")
+    if kind.has_indices and any(_is_mask(index) for index in args[1]):
+        raise _refuse(name, "the shape of a mask index depends on data")
     devices = {arg.device.type for arg in args if isinstance(arg, Tensor) and arg.dim() > 0}
     if kwargs.get("device") is not None:
         devices.add(torch.device(kwargs["device"]).type)
     if len(devices) > 1:
         raise _refuse(name, f"it mixes devices {sorted(devices)}")
+
+
+class _Kind(NamedTuple):
+    """What an operator is, whatever its arguments are."""
+
+    refused: str | None  # why no graph can hold it
+    may_draw: bool  # random numbers
+    has_indices: bool
+
+
+@cache
+def _kind_of(func: Any) -> _Kind:
+    name, tags = func._schema.name, func.tags
+    has_indices = name in INDEX_OPERATORS
+    refused = None
+    if torch.Tag.data_dependent_output in tags:
+        refused = "its result is a host value"
+    elif name in REFUSED_OPERATORS:
+        refused = "host data enters the region"
+    elif torch.Tag.dynamic_output_shape in tags and not has_indices:
+        refused = "its shape depends on data"
+    return _Kind(refused, torch.Tag.nondeterministic_seeded in tags, has_indices)
 
 
 def _draws_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

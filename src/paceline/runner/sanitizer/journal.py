@@ -7,6 +7,7 @@ every operator they dispatch is noted with the tensors it takes.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -79,7 +80,7 @@ class _Listener(DispatchMode):
         self.entries: list[OperatorCall] = []
         modules = {part.__module__ for part in backend.__mro__ if part is not object}
         files = (getattr(sys.modules.get(name), "__file__", None) for name in modules)
-        self._backend_files = {Path(file) for file in files if file}  # a shell's class has none
+        self._backend_files = {file for file in files if file}  # a shell's class has none
 
     def __torch_dispatch__(
         self,
@@ -107,27 +108,32 @@ class _Listener(DispatchMode):
 
     def _line(self) -> str:
         """The innermost line outside torch, and the innermost of the backend's own files."""
-        frames = list(_frames())
-        lines = [f"{_short(path)}:{number}" for path, number in frames]
-        own = [
-            line
-            for line, (path, _) in zip(lines, frames, strict=True)
-            if path in self._backend_files
-        ]
-        return f"{lines[0]}, from {own[0]}" if own and own[0] != lines[0] else lines[0]
+        innermost = ""
+        for file, number in _frames():
+            name = _short(file)
+            if name is None:
+                continue
+            line = f"{name}:{number}"
+            innermost = innermost or line
+            if file in self._backend_files:
+                return line if line == innermost else f"{innermost}, from {line}"
+        return innermost
 
 
-def _frames() -> Iterator[tuple[Path, int]]:
-    """File and line of every caller outside torch and this file, innermost first."""
+def _frames() -> Iterator[tuple[str, int]]:
+    """File and line of every caller, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path != Path(__file__) and _TORCH not in path.parents:
-            yield path, frame.f_lineno
+        yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
 
 
-def _short(path: Path) -> str:
+@cache  # of each frame of each operator
+def _short(file: str) -> str | None:
+    """As reports name a file; None for torch's and this."""
+    path = Path(file)
+    if path == Path(__file__) or _TORCH in path.parents:
+        return None
     return str(path.relative_to(_PACKAGE)) if _PACKAGE in path.parents else path.name
 
 
