@@ -73,9 +73,11 @@ class SumModel(nn.Module):
         ctx: Any,
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
+        read: Tensor | None = None,
     ) -> Hidden:
-        found = self.inner(input_ids, positions, ctx, taps, overlaid)
+        found = self.inner(input_ids, positions, ctx, taps, overlaid, read)
         sums = ctx.mix(self.first + 1, ctx.mix(self.first, brought(input_ids)))
+        sums = sums if read is None else sums.index_select(0, read)
         return Hidden(torch.cat([found.hidden, sums], 1), found.taps)
 
     def logits(self, hidden: Tensor) -> Tensor:

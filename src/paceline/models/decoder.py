@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from paceline.core.errors import ModelError
 from paceline.core.model.config import ModelConfig
 from paceline.layers.attention import StepContext
+from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.embedding import Embedding, OverlaidRows
-from paceline.layers.rank_sum import Unsummed, total
+from paceline.layers.rank_sum import Unsummed, rows_of, total
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
 from paceline.layers.weights.weight_format import Named, wholly
@@ -24,7 +25,7 @@ from paceline.layers.weights.weight_format import Named, wholly
 class Hidden(NamedTuple):
     """What a forward pass returns."""
 
-    hidden: Tensor  # [tokens, hidden]  after the final norm
+    hidden: Tensor  # [rows that are read, hidden]  after the final norm
     taps: dict[str, Tensor]  # [tokens, hidden] each: the hidden states that were asked for
 
 
@@ -41,7 +42,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         embedding: Embedding,
-        layers: Sequence[nn.Module],
+        layers: Sequence[DecoderLayer],
         norm: RMSNorm,
         *,
         named: NameLayer,
@@ -61,9 +62,14 @@ class Decoder(nn.Module):
         ctx: StepContext,
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
+        read: Tensor | None = None,
     ) -> Hidden:
-        """As of `CausalLM`."""
+        """As of `CausalLM`.  Behind the last layer's mixing it goes on with the rows that are read,
+        unless a tap lies there."""
         self._check_taps(taps)
+        last = len(self.layers) - 1
+        behind_last = self.tap_names[len(self.layers) :]
+        stays_whole = last < 0 or any(tap in behind_last for tap in taps)
         tapped: dict[str, Tensor] = {}
         residual = self.embedding(input_ids)
         if overlaid is not None:  # what the embedding returns, scaled where it scales
@@ -72,13 +78,20 @@ class Decoder(nn.Module):
             tapped["embed"] = residual.clone()
         delta: Tensor | Unsummed | None = None
         for index, layer in enumerate(self.layers):
-            delta = layer(delta, residual, positions, ctx)
+            assert isinstance(layer, DecoderLayer)
+            delta = layer.mix(delta, residual, positions, ctx)
+            rows = read if index == last and not stays_whole else None
+            if rows is not None:
+                delta, residual = rows_of(delta, rows), residual.index_select(0, rows)
+            delta = layer.feed(delta, residual, ctx, rows)
             if taps and f"layer.{index}" in taps:
                 delta = total(delta)
                 tapped[f"layer.{index}"] = residual + delta
         hidden = self.norm(residual) if delta is None else self.norm.add(delta, residual)
         if "final" in taps:
             tapped["final"] = hidden
+        if read is not None and stays_whole:
+            hidden = hidden.index_select(0, read)
         return Hidden(hidden, tapped)
 
     def _check_taps(self, taps: tuple[str, ...]) -> None:

@@ -74,6 +74,7 @@ class Encoder(nn.Module):
         ctx: StepContext,
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
+        read: Tensor | None = None,
     ) -> Hidden:
         """As of `CausalLM`; nobody taps it."""
         assert not taps, "drafters have targets that generate"
@@ -85,6 +86,8 @@ class Encoder(nn.Module):
         x = self.embedding_norm(x)
         for layer in self.layers:
             x = layer(x, positions, ctx)
+        if read is not None:
+            x = x.index_select(0, read)
         return Hidden(x if self.norm is None else self.norm(x), {})
 
     def destinations(self, prefix: str) -> Named:

@@ -85,6 +85,7 @@ class WhisperDecoder(nn.Module):
         ctx: StepContext,
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
+        read: Tensor | None = None,
     ) -> Hidden:
         """As of `CausalLM`; nobody taps it.  What padding has beyond the last position takes
         that."""
@@ -96,6 +97,8 @@ class WhisperDecoder(nn.Module):
         x = x + self.positions.index_select(0, rows)
         for layer in self.layers:
             x = layer(x, positions, ctx)
+        if read is not None:
+            x = x.index_select(0, read)
         return Hidden(self.norm(x), {})
 
     def destinations(self, prefix: str) -> Named:

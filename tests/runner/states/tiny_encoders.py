@@ -56,6 +56,7 @@ class EncoderModel(SumModel):
         ctx: Any,
         taps: tuple[str, ...] = (),
         overlaid: Any = None,
+        read: Tensor | None = None,
     ) -> Hidden:
         found = super().forward(input_ids, positions, ctx, taps, overlaid)
         hidden = found.hidden.clone()
@@ -63,7 +64,7 @@ class EncoderModel(SumModel):
             q = on_circle(input_ids % PLACES + offset).unsqueeze(1).expand(-1, 2, -1)
             rows = ctx.attend_encoder(self.first + 2 + layer, q.contiguous())
             hidden[:, -WIDTH:] += rows[:, 1, :WIDTH].round()
-        return Hidden(hidden, found.taps)
+        return Hidden(hidden if read is None else hidden.index_select(0, read), found.taps)
 
     def encoder_kv(self, given: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         for layer in range(len(OFFSETS)):
