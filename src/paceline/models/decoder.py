@@ -29,6 +29,11 @@ class Hidden(NamedTuple):
     taps: dict[str, Tensor]  # [tokens, hidden] each: the hidden states that were asked for
 
 
+def read_rows(x: Tensor, read: Tensor | None) -> Tensor:
+    """x [tokens, hidden], of which a model's caller reads these rows; see `CausalLM.forward`."""
+    return x if read is None else x.index_select(0, read)
+
+
 NameLayer = Callable[[Any, str], Named]  # of a layer and the name of its tensors' place
 
 
@@ -90,9 +95,7 @@ class Decoder(nn.Module):
         hidden = self.norm(residual) if delta is None else self.norm.add(delta, residual)
         if "final" in taps:
             tapped["final"] = hidden
-        if read is not None and stays_whole:
-            hidden = hidden.index_select(0, read)
-        return Hidden(hidden, tapped)
+        return Hidden(read_rows(hidden, read) if stays_whole else hidden, tapped)
 
     def _check_taps(self, taps: tuple[str, ...]) -> None:
         for name in taps:

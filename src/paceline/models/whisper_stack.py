@@ -19,7 +19,7 @@ from paceline.layers.weights.weight_format import Named, WeightFormats, wholly
 from paceline.models.audio_encoder import AudioEncoder, GeluMLP
 from paceline.models.causal_lm import CausalLM
 from paceline.models.cross_attention import CrossAttention
-from paceline.models.decoder import Hidden
+from paceline.models.decoder import Hidden, read_rows
 
 
 class WhisperBlock(nn.Module):
@@ -97,9 +97,7 @@ class WhisperDecoder(nn.Module):
         x = x + self.positions.index_select(0, rows)
         for layer in self.layers:
             x = layer(x, positions, ctx)
-        if read is not None:
-            x = x.index_select(0, read)
-        return Hidden(self.norm(x), {})
+        return Hidden(self.norm(read_rows(x, read)), {})
 
     def destinations(self, prefix: str) -> Named:
         """What a checkpoint fills."""
