@@ -69,12 +69,10 @@ class Decoder(nn.Module):
         overlaid: OverlaidRows | None = None,
         read: Tensor | None = None,
     ) -> Hidden:
-        """As of `CausalLM`.  Behind the last layer's mixing it goes on with the rows that are read,
-        unless a tap lies there."""
+        """As of `CausalLM`."""
         self._check_taps(taps)
+        early = self._taken_early(read, input_ids.shape[0], taps)
         last = len(self.layers) - 1
-        behind_last = self.tap_names[len(self.layers) :]
-        stays_whole = last < 0 or any(tap in behind_last for tap in taps)
         tapped: dict[str, Tensor] = {}
         residual = self.embedding(input_ids)
         if overlaid is not None:  # what the embedding returns, scaled where it scales
@@ -85,7 +83,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             delta = layer.mix(delta, residual, positions, ctx)
-            rows = read if index == last and not stays_whole else None
+            rows = early if index == last else None
             if rows is not None:
                 delta, residual = rows_of(delta, rows), residual.index_select(0, rows)
             delta = layer.feed(delta, residual, ctx, rows)
@@ -95,7 +93,17 @@ class Decoder(nn.Module):
         hidden = self.norm(residual) if delta is None else self.norm.add(delta, residual)
         if "final" in taps:
             tapped["final"] = hidden
-        return Hidden(read_rows(hidden, read) if stays_whole else hidden, tapped)
+        return Hidden(read_rows(hidden, read) if early is None else hidden, tapped)
+
+    def _taken_early(
+        self, read: Tensor | None, num_tokens: int, taps: tuple[str, ...]
+    ) -> Tensor | None:
+        """The rows that alone go on behind the last layer's mixing: those that are read, where they
+        are fewer than the tokens and no tap lies behind it; None: all go on."""
+        if read is None or not self.layers or read.shape[0] >= num_tokens:
+            return None
+        behind = self.tap_names[len(self.layers) :]
+        return None if any(tap in behind for tap in taps) else read
 
     def _check_taps(self, taps: tuple[str, ...]) -> None:
         for name in taps:
