@@ -16,7 +16,7 @@ from paceline.core.model.config import ModelConfig
 from paceline.layers.attention import StepContext
 from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.embedding import Embedding, OverlaidRows
-from paceline.layers.rank_sum import Unsummed, rows_of, total
+from paceline.layers.rank_sum import Unsummed, total
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
 from paceline.layers.weights.weight_format import Named, wholly
@@ -81,12 +81,8 @@ class Decoder(nn.Module):
             tapped["embed"] = residual.clone()
         delta: Tensor | Unsummed | None = None
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            delta = layer.mix(delta, residual, positions, ctx)
             rows = early if index == last else None
-            if rows is not None:
-                delta, residual = rows_of(delta, rows), residual.index_select(0, rows)
-            delta = layer.feed(delta, residual, ctx, rows)
+            delta, residual = layer(delta, residual, positions, ctx, rows)
             if taps and f"layer.{index}" in taps:
                 delta = total(delta)
                 tapped[f"layer.{index}"] = residual + delta

@@ -128,12 +128,13 @@ def target_forward(
     *,
     is_round: bool = False,
     expansion: Expansion | None = None,
+    taps: tuple[str, ...] = (),
     read: Tensor | None = None,
 ) -> Hidden:
     """Plan and run the target over the rows of `view`.
 
-    expansion: of those that are expanded from latents, which the backend does not see; read: as of
-    `CausalLM`.
+    expansion: of those that are expanded from latents, which the backend does not see; taps, read:
+    as of `CausalLM`.
     """
     own = target_view(parts, view)
     ctx = StepContext(
@@ -149,9 +150,7 @@ def target_forward(
     if view.overlay_slot is not None:
         assert parts.table.overlay is not None, "a step that reads an overlay has one"
         overlaid = OverlaidRows(parts.table.overlay.rows, view.overlay_slot)
-    output: Hidden = parts.model(
-        view.input_ids, view.rope_positions, ctx, parts.taps, overlaid, read
-    )
+    output: Hidden = parts.model(view.input_ids, view.rope_positions, ctx, taps, overlaid, read)
     return output
 
 
@@ -230,6 +229,7 @@ class StepProgram:
             self._view,
             is_round=self._is_round,
             expansion=self._expansion,
+            taps=parts.taps if self._observed else (),
             read=None if self._reads_all else self._sampled,
         )
         self._score(output.hidden)

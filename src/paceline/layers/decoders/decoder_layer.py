@@ -1,18 +1,26 @@
 """DecoderLayer: what a decoder stack asks of a layer, in two halves."""
 
 from abc import abstractmethod
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from paceline.layers.attention import StepContext
-from paceline.layers.rank_sum import Unsummed
+from paceline.layers.rank_sum import Unsummed, rows_of
+
+
+class HiddenStream(NamedTuple):
+    """What a layer hands on; the two are not added yet."""
+
+    delta: Tensor | Unsummed  # [rows, hidden]  of its last block
+    residual: Tensor  # [rows, hidden]  the stream before that
 
 
 class DecoderLayer(nn.Module):
     """`mix`, in which tokens see each other, then `feed`, a function of each row alone.
 
-    Who reads few rows behind a layer takes them between the two: the others were mixed, and what
-    a cache keeps of them is written.
+    Where few rows are read behind a layer, only these take the second: the others were mixed, and
+    what a cache keeps of them is written.
     """
 
     @abstractmethod
@@ -44,6 +52,13 @@ class DecoderLayer(nn.Module):
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
-    ) -> Tensor | Unsummed:
-        """Both halves over all tokens of the step."""
-        return self.feed(self.mix(delta, residual, positions, ctx), residual, ctx, None)
+        rows: Tensor | None = None,
+    ) -> HiddenStream:
+        """Both halves; the second of `rows` alone, which are then what is handed on.
+
+        delta, residual [tokens, hidden]; rows [rows] int64, or None: all.  Mutates residual.
+        """
+        mixed = self.mix(delta, residual, positions, ctx)
+        if rows is not None:
+            mixed, residual = rows_of(mixed, rows), residual.index_select(0, rows)
+        return HiddenStream(self.feed(mixed, residual, ctx, rows), residual)
