@@ -9,6 +9,7 @@ from paceline.core.model.config import QKNorm
 from paceline.core.parallel import Parallel
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.attention import StepContext
+from paceline.layers.decoders.decoder_layer import HiddenStream
 from paceline.layers.decoders.prenorm_layer import PreNormLayer
 from paceline.layers.embedding import Embedding, LMHead
 from paceline.layers.mixers.self_attention import SelfAttention
@@ -25,7 +26,6 @@ from paceline.speculate.eagle.layers import (
     Eagle1Layer,
     Eagle3Layer,
     Fusion,
-    HiddenStream,
     head_attention,
 )
 from paceline.speculate.feature_proposer import FeatureHead
