@@ -1,16 +1,20 @@
 """all_reduce of this engine beside NCCL's on the GPUs of this machine: right first, then time.
 Likewise all_reduce_add_rms_norm beside the same as two operations.
 
-    python benchmarks/all_reduce.py --ranks 2
+    python benchmarks/all_reduce.py --ranks 2 [--torch-one-shot] [--turn-bytes 8192,16384]
 
 A process for each GPU.  Every size is summed with parts that change from call to call, an odd
 number of calls a graph, and compared bit by bit with the ordered sum in float32.  Then a graph of
 CALLS messages is replayed, and the slowest rank's time of one is told.  The last line is JSON.
+--torch-one-shot: torch's, too, through symmetric memory; nothing here uses multicast.
+--turn-bytes: the norm's kernel with slices of these sizes, where rows take turns.
 """
 
 import argparse
 import json
+import math
 import os
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,7 +24,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from paceline.kernels.all_reduce import Exchange, all_gather, all_reduce, all_reduce_reference
+import paceline.kernels._triton.all_reduce_norm as launcher
+from paceline.kernels.all_reduce import (
+    POLLED,
+    Exchange,
+    all_gather,
+    all_reduce,
+    all_reduce_reference,
+)
 from paceline.kernels.all_reduce_norm import all_reduce_add_rms_norm
 from paceline.kernels.peer_memory import PeerMemory
 from paceline.kernels.rms_norm import add_rms_norm, add_rms_norm_reference
@@ -29,7 +40,8 @@ from paceline.plan.machine import versions
 CALLS = 101  # of a graph
 REPLAYS = 15
 HIDDEN = 4096
-ROWS = (1, 8, 64, 256, 1024, 8192)
+ROWS = (1, 8, 64, 256, 512, 1024, 4096, 8192)
+ONE_SHOT_ROWS = 1024  # at most: it has few programs
 DTYPE = torch.bfloat16
 EPS = 1e-5
 CHECKED = [
@@ -48,13 +60,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    ranks = parser.parse_args().ranks
+    parser.add_argument("--torch-one-shot", action="store_true")
+    parser.add_argument(
+        "--turn-bytes", type=lambda text: [int(word) for word in text.split(",")], default=[]
+    )
+    args = parser.parse_args()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29577")
-    mp.spawn(work, (ranks,), nprocs=ranks)  # type: ignore[no-untyped-call]
+    os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    mp.spawn(work, (args,), nprocs=args.ranks)  # type: ignore[no-untyped-call]
 
 
-def work(rank: int, ranks: int) -> None:
+def work(rank: int, args: argparse.Namespace) -> None:
+    ranks = args.ranks
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=ranks)
     memory = PeerMemory(rank, ranks, dtype=DTYPE)
@@ -64,12 +82,12 @@ def work(rank: int, ranks: int) -> None:
     with torch.inference_mode():
         check(way)
         check_norm(way)
-        rows = [measure(rows, way) for rows in ROWS]
+        rows = [measure(rows, way, args) for rows in ROWS]
     if rank == 0:
-        names = ("ours_us", "norm_us", "norm_apart_us", "nccl_us")
+        names = dict.fromkeys(name for row in rows for name in row if name.endswith("_us"))
         print(f"{'rows':>6}{'KiB':>9}" + "".join(f"{name:>15}" for name in names))
         for row in rows:
-            times = "".join(f"{row[name]:>15.2f}" for name in names)
+            times = "".join(f"{row.get(name, math.nan):>15.2f}" for name in names)
             print(f"{row['rows']:>6}{row['kib']:>9.0f}{times}")
         gpu = torch.cuda.get_device_name()
         print(json.dumps({"gpu": gpu, "ranks": ranks, "versions": versions(), "rows": rows}))
@@ -134,12 +152,12 @@ def check_norm(way: Exchange) -> None:
         assert (others == others[:, :1]).all(), (rows, columns, dtype)
 
 
-def measure(rows: int, way: Exchange) -> dict[str, float]:
+def measure(rows: int, way: Exchange, args: argparse.Namespace) -> dict[str, float]:
     x = torch.randn(rows, HIDDEN, device="cuda").to(DTYPE)
     stream, weight = torch.zeros_like(x), torch.ones_like(x[0])
     few = CALLS if rows <= 1024 else 11
     joined = partial(all_reduce_add_rms_norm, x, stream, weight, EPS, way)
-    return {
+    found = {
         "rows": rows,
         "kib": x.nbytes / 1024,
         "ours_us": timed(partial(all_reduce, x, way), few),
@@ -147,6 +165,24 @@ def measure(rows: int, way: Exchange) -> dict[str, float]:
         "norm_apart_us": timed(lambda: add_rms_norm(all_reduce(x, way), stream, weight, EPS), few),
         "nccl_us": timed(lambda: dist.all_reduce(x), few),
     }
+    usual = launcher._TURN_BYTES
+    for size in args.turn_bytes if rows > POLLED else ():
+        launcher._TURN_BYTES = size
+        found[f"norm_{size}_us"] = timed(joined, few)
+    launcher._TURN_BYTES = usual
+    if args.torch_one_shot and rows <= ONE_SHOT_ROWS:
+        found["torch_us"] = timed(one_shot_of(x), few)
+    return found
+
+
+def one_shot_of(x: Tensor) -> Callable[[], Tensor]:
+    """torch's sum of a copy of x in symmetric memory."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    copy = symmetric.empty(x.shape, dtype=x.dtype, device=x.device)
+    symmetric.rendezvous(copy, dist.group.WORLD)
+    copy.copy_(x)
+    return partial(torch.ops.symm_mem.one_shot_all_reduce, copy, "sum", dist.group.WORLD.group_name)
 
 
 def timed(call: Any, calls: int) -> float:

@@ -1,6 +1,7 @@
 """Rounds of speculation under random traffic: no leak, no NaN, no hang, and plain decoding's text.
 
     python benchmarks/soak_rounds.py --rounds 20000 [--device cuda] [--attention-backend fa4]
+    python benchmarks/soak_rounds.py --rounds 5000 --device cuda --tp 2 --model llama-3.2-1b
 
 Requests of the bundled model arrive at random, with random prompts, lengths and sampling, some
 with speculation off; some are aborted half-way.  One engine after another drafts, each with its
@@ -8,6 +9,10 @@ share of the rounds: chains and trees of the bundled head, a draft model, prompt
 is small, so that requests are preempted.  Ended requests are compared with plain decoding; those
 that part are counted and shown.  At the end every page must be back.  Exits 1 when a check fails;
 the last line is JSON.
+
+Another model is a shape with dummy weights, and drafts by lookup and by itself.  With --tp several
+processes share it, and their tokens are compared every COMPARE_RANKS_EVERY steps; plain decoding
+stays one process.
 """
 
 import argparse
@@ -29,6 +34,7 @@ from paceline.llm.llm import LLM
 from paceline.plan.machine import local_device, versions
 
 SEED = 11
+BUNDLED = "bundled"
 MAX_REQUESTS = 24  # at a time, running and waiting
 POOL_PAGES = 90  # of 16 tokens: fewer than 16 such requests take
 DRAFTERS: tuple[dict[str, Any], ...] = (
@@ -39,9 +45,15 @@ DRAFTERS: tuple[dict[str, Any], ...] = (
     {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "bundled"},
     {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2},
 )
+OF_ANY_MODEL: tuple[dict[str, Any], ...] = (
+    {"speculative_algorithm": "NGRAM"},
+    {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 4},
+)
+COMPARE_RANKS_EVERY = 16
 TURNS_PER_ROUND = 20  # and LEAST_TURNS: more mean that nothing goes on
 LEAST_TURNS = 10_000
 Request = tuple[list[int], SamplingParams]
+Ended = list[tuple[Request, RequestOutput]]
 
 
 @dataclass(slots=True)
@@ -63,16 +75,25 @@ class Tally:
 
 def main() -> int:
     args = parse_arguments()
-    tallies = [soak(args, drafter) for drafter in DRAFTERS]
+    common = common_options(args)
+    runs = [soak(args, common, drafter) for drafter in drafters_of(args.model)]
+    tallies = [tally for tally, _ in runs]
+    with LLM(**common, speculative_algorithm="off", max_model_len=1024) as plain:
+        for tally, ended in runs:
+            compare(plain, ended[: args.compare], tally)
     document = {
         "benchmark": "soak-rounds",
         "device": local_device(args.device).name,
         "versions": versions(),
         "attention_backend": args.attention_backend,
         "dtype": args.dtype,
+        "model": args.model,
+        "tensor_parallel_size": args.tp,
         "rounds": sum(tally.rounds for tally in tallies),
         "engines": [asdict(tally) for tally in tallies],
     }
+    for tally in tallies:
+        print(f"{tally.drafter}: {tally.compared} compared, {len(tally.differing)} parted")
     failed = [text for tally in tallies for text in tally.failed]
     for text in failed:
         print(f"FAILED {text}")
@@ -87,19 +108,49 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention-backend", default=None)
     parser.add_argument("--compare", type=int, default=60, help="ended requests, per engine")
+    parser.add_argument("--model", default=BUNDLED, help="or the shape of another")
+    parser.add_argument("--tp", type=int, default=1, help="processes that share the model")
     return parser.parse_args()
 
 
-def soak(args: argparse.Namespace, drafter: dict[str, Any]) -> Tally:
-    """Run one engine for its share of the rounds, and compare what ended."""
+def common_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of the engines that draft and of the plain one."""
+    return {
+        "model": args.model,
+        "load_format": "auto" if args.model == BUNDLED else "dummy",
+        "device": args.device,
+        "dtype": args.dtype,
+        "attention_backend": args.attention_backend,
+        "max_num_seqs": 16,
+        "threads": 1,
+    }
+
+
+def drafters_of(model: str) -> list[dict[str, Any]]:
+    """The options of each engine."""
+    if model == BUNDLED:
+        return list(DRAFTERS)
+    own = {"speculative_draft_model_path": model}
+    return [
+        drafter | (own if drafter["speculative_algorithm"] == "STANDALONE" else {})
+        for drafter in OF_ANY_MODEL
+    ]
+
+
+def soak(
+    args: argparse.Namespace, common: dict[str, Any], drafter: dict[str, Any]
+) -> tuple[Tally, Ended]:
+    """Run one engine for its share of the rounds; returns with its tally what ended."""
     tally, began = Tally(drafter), time.monotonic()
     source = random.Random(f"{SEED} {sorted(drafter.items())}")
-    common = {"device": args.device, "dtype": args.dtype, "max_num_seqs": 16, "threads": 1}
-    common["attention_backend"] = args.attention_backend
+    shared: dict[str, Any] = {}
+    if args.tp > 1:
+        shared |= {"tensor_parallel_size": args.tp, "compare_ranks_every": COMPARE_RANKS_EVERY}
+    share = args.rounds // len(drafters_of(args.model))
     groups = 1 if drafter["speculative_algorithm"] == "NGRAM" else 2
     with LLM(
-        "bundled",
         **common,
+        **shared,
         **drafter,
         chunked_prefill_size=96,
         max_num_batched_tokens=256,
@@ -107,20 +158,17 @@ def soak(args: argparse.Namespace, drafter: dict[str, Any]) -> Tally:
         knobs=Knobs(num_pages=(POOL_PAGES,) * groups),
     ) as llm:
         count_rounds(llm, tally)
-        ended = run_traffic(llm, args.rounds // len(DRAFTERS), source, tally)
+        ended = run_traffic(llm, share, source, tally)
         llm.engine.scheduler.check_integrity()
         if llm.engine.has_work:
             tally.failed.append(f"{drafter}: work is left after everything ended")
-    with LLM("bundled", **common, speculative_algorithm="off", max_model_len=1024) as plain:
-        compare(plain, ended[: args.compare], tally)
     tally.seconds = time.monotonic() - began
     print(
         f"{drafter}: {tally.rounds} rounds, {tally.ended} ended, {tally.aborted} aborted, "
-        f"{tally.preempted} preempted, {tally.compared} compared, "
-        f"{len(tally.differing)} parted, {tally.seconds:.0f} s",
+        f"{tally.preempted} preempted, {tally.seconds:.0f} s",
         flush=True,
     )
-    return tally
+    return tally, ended
 
 
 def count_rounds(llm: LLM, tally: Tally) -> None:
@@ -135,13 +183,11 @@ def count_rounds(llm: LLM, tally: Tally) -> None:
     runner.launch = counted  # type: ignore[method-assign]
 
 
-def run_traffic(
-    llm: LLM, rounds: int, source: random.Random, tally: Tally
-) -> list[tuple[Request, RequestOutput]]:
+def run_traffic(llm: LLM, rounds: int, source: random.Random, tally: Tally) -> Ended:
     """Arrivals and aborts until `rounds` rounds have run; then everything ends."""
     requests = random_requests(llm, source)
     live: dict[Tracker, Request] = {}
-    ended: list[tuple[Request, RequestOutput]] = []
+    ended: Ended = []
     turns = 0
     while live or tally.rounds < rounds:
         turns += 1
@@ -187,7 +233,9 @@ def note(tracker: Tracker, tally: Tally) -> None:
 def random_requests(llm: LLM, source: random.Random) -> Iterator[Request]:
     """Prompts that often share a beginning or repeat themselves; all kinds of sampling."""
     vocab = llm.prepared.config.vocab_size
-    code = llm.tokenizer.encode("def total(items):\n    result = 0\n    for item in items:\n")
+    code: list[int] = []
+    if llm.prepared.admission.tokenizer is not None:  # a shape has none
+        code = llm.tokenizer.encode("def total(items):\n    result = 0\n    for item in items:\n")
     shared = [source.randrange(1, vocab) for _ in range(200)]
     while True:
         tail = [source.randrange(1, vocab) for _ in range(source.randint(1, 40))]
@@ -206,7 +254,7 @@ def random_requests(llm: LLM, source: random.Random) -> Iterator[Request]:
         )
 
 
-def compare(plain: LLM, ended: list[tuple[Request, RequestOutput]], tally: Tally) -> None:
+def compare(plain: LLM, ended: Ended, tally: Tally) -> None:
     """Against plain decoding; a text may part at a tie, which the prover judges."""
     if not ended:
         tally.failed.append(f"{tally.drafter}: no request ended, so none was compared")

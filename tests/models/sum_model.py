@@ -26,7 +26,7 @@ from paceline.models.architecture import Architecture, prenorm
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config_layers import alike
 from paceline.models.config_prenorm import read_plain
-from paceline.models.decoder import Hidden
+from paceline.models.decoder import Hidden, read_rows
 from paceline.models.fields import Fields
 
 MODEL_TYPE = "llama_sums"
@@ -73,9 +73,11 @@ class SumModel(nn.Module):
         ctx: Any,
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
+        read: Tensor | None = None,
     ) -> Hidden:
-        found = self.inner(input_ids, positions, ctx, taps, overlaid)
+        found = self.inner(input_ids, positions, ctx, taps, overlaid, read)
         sums = ctx.mix(self.first + 1, ctx.mix(self.first, brought(input_ids)))
+        sums = read_rows(sums, read)
         return Hidden(torch.cat([found.hidden, sums], 1), found.taps)
 
     def logits(self, hidden: Tensor) -> Tensor:

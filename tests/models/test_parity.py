@@ -137,6 +137,28 @@ def test_taps_do_not_change_the_result(pair: Pair) -> None:
     assert plain.taps == {}
 
 
+def test_rows_that_are_read_equal_transformers_and_the_last_block_has_no_others(
+    pair: Pair,
+) -> None:
+    read = torch.tensor([PROMPT_LEN - 1, 3])
+    at, last = torch.arange(PROMPT_LEN), pair.ours.decoder.layers[-1]
+    wanted = pair.theirs(pair.prompt[None]).logits[0]
+    fed: list[int] = []
+    blocks = [last.mlp] if hasattr(last, "mlp") else []  # Mamba 2 has none behind its mixer
+    hooks = [
+        block.register_forward_pre_hook(lambda _, given: fed.append(given[0].shape[0]))
+        for block in blocks
+    ]
+    for taps in ((), ("final",)):
+        ctx = FakeContext(pair.config, pair.ours.attention_sinks())
+        result = pair.ours(pair.prompt, at, ctx, taps, read=read)
+        assert_close(pair.ours.logits(result.hidden), wanted[read])
+        assert [tap.shape[0] for tap in result.taps.values()] == [PROMPT_LEN] * len(taps)
+    for hook in hooks:
+        hook.remove()
+    assert fed == [2, PROMPT_LEN] * len(blocks)
+
+
 def typical_error(rounded: Tensor, exact: Tensor) -> Tensor:
     """Of the median token: rounding sends a few, by chance, to another expert."""
     return (rounded - exact).square().mean(1).sqrt().median()

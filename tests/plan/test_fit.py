@@ -301,6 +301,7 @@ def test_open_values_are_decided():
         open_fields -= DRAFTING  # nobody drafts
         assert open_fields <= {
             "revision",
+            "compare_ranks_every",
             "pooling",  # as the model's files say
             "quantization",  # as the checkpoint says
             "black_box_dir",  # nobody asked for a record

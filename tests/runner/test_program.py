@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from operators import Operators
@@ -13,44 +13,54 @@ from torch import Tensor
 from paceline.models.decoder import Hidden
 
 
+class Seen(NamedTuple):
+    rows: list[int] | None  # that are read, as the decoder was told
+    hidden: Tensor  # that it returned
+    given: Tensor  # to the head
+
+
 @pytest.fixture
-def seen(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """(what the decoder returned, what the head was given) of each eager step from now on."""
-    pairs: list[tuple[Tensor, Tensor]] = []
-    returned: list[Tensor] = []
+def seen(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """Of each eager step from now on."""
+    steps: list[Seen] = []
+    returned: list[tuple[list[int] | None, Tensor]] = []
     decoder, head = tiny.ours.decoder, tiny.ours.head
     decode, read = decoder.forward, head.forward
 
     def noted_decode(*args: object) -> Hidden:
         output = decode(*args)
-        returned.append(output.hidden)
+        rows = args[-1]
+        returned.append((rows.tolist() if isinstance(rows, Tensor) else None, output.hidden))
         return output
 
     def noted_read(hidden: Tensor) -> Tensor:
-        pairs.append((returned[-1], hidden))
+        steps.append(Seen(*returned[-1], hidden))
         return read(hidden)
 
     monkeypatch.setattr(decoder, "forward", noted_decode)
     monkeypatch.setattr(head, "forward", noted_read)
-    return pairs
+    return steps
 
 
-def test_the_head_reads_the_last_token_of_each_request(
-    tiny: TinyModel, seen: list[tuple[Tensor, Tensor]]
+def test_the_decoder_is_told_that_the_last_token_of_each_request_is_read(
+    tiny: TinyModel, seen: list[Seen]
 ) -> None:
     driver = Driver(tiny, graph_max_reqs=None)
     driver.prefill(dict(zip([3, 1, 2], random_prompts([5, 1, 4]), strict=True)))
-    hidden, given = seen[-1]
-    assert given.tolist() == hidden[[4, 5, 9]].tolist()
+    rows, hidden, given = seen[-1]
+    assert rows == [4, 5, 9]
+    assert given.data_ptr() == hidden.data_ptr()
+    assert hidden.shape[0] == 3
 
 
 def test_where_every_token_is_a_last_one_the_head_reads_them_in_place(
-    tiny: TinyModel, seen: list[tuple[Tensor, Tensor]]
+    tiny: TinyModel, seen: list[Seen]
 ) -> None:
     driver = Driver(tiny, graph_max_reqs=None)
     driver.prefill(dict(zip([3, 1], random_prompts([1, 1]), strict=True)))
     driver.decode([3, 1])
-    for hidden, given in seen[-2:]:
+    for rows, hidden, given in seen[-2:]:
+        assert rows is None
         assert given.data_ptr() == hidden.data_ptr()
         assert given.shape == hidden.shape
 

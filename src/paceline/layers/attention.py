@@ -155,11 +155,17 @@ class StepContext:
         out, _ = encoder.backend.forward(q, none, none, layer, encoder.plan, Part.PREFIX)
         return out
 
-    def of_readers(self, x: Tensor) -> Tensor:
+    def of_readers(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """x [padded_tokens, hidden] -> the same, 0 where the token's request brings no rows: such
-        a one passes over what its layers make of them, biases too."""
+        a one passes over what its layers make of them, biases too.
+
+        rows: [rows] int64, which tokens x [rows, hidden] is of; None: all.
+        """
+        is_read = self._encoder().is_read
+        if rows is not None:
+            is_read = is_read.index_select(0, rows)
         # A product would make NaN of what overflowed there.
-        return torch.where(self._encoder().is_read, x, 0)
+        return torch.where(is_read, x, 0)
 
     def attend_whole(
         self, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, *, by_triton: bool = False

@@ -45,6 +45,14 @@ def total(x: Tensor | Unsummed) -> Tensor:
     return all_reduce(x.part, x.exchange) if isinstance(x, Unsummed) else x
 
 
+def rows_of(x: Tensor | Unsummed, rows: Tensor) -> Tensor | Unsummed:
+    """Rows [rows] int64 of x [tokens, hidden], in a new tensor; of a sum that is still to be made,
+    of each rank's part."""
+    if isinstance(x, Unsummed):
+        return x._replace(part=x.part.index_select(0, rows))
+    return x.index_select(0, rows)
+
+
 def leave_sums(*blocks: nn.Module) -> None:
     """Have blocks whose last operation is a RankSum return it unsummed, for `RMSNorm.add`."""
     for block in blocks:

@@ -18,7 +18,15 @@ from paceline.llm.boot import Knobs, decide_parts, load_runner, planned_pages
 from paceline.llm.prepare import prepare
 from paceline.llm.rank_phases import Phase
 from paceline.llm.rank_setup import RankSetup, planned, started
-from paceline.llm.rank_words import Agreed, Loaded, RankFailed, RankReady, tell
+from paceline.llm.rank_words import (
+    Agreed,
+    Loaded,
+    RankFailed,
+    RankReady,
+    is_compared,
+    said,
+    tell,
+)
 from paceline.runner.shared_memory import FrameReader
 from paceline.runner.step_frames import decode_step
 
@@ -55,8 +63,11 @@ def run(setup: RankSetup, file: IO[bytes]) -> None:
     runner = load_runner(prepared, decided, knobs, exchange, meet)
     memory.phases[setup.rank] = Phase.RUNS
     tell(file, RankReady())
+    every = prepared.options.compare_ranks_every
     while True:
-        runner.launch(decode_step(reader.read()))
+        launched = runner.launch(decode_step(reader.read()))
+        if is_compared(launched.step, every):
+            tell(file, said(launched.wait()))
 
 
 def _end_with_leader() -> None:

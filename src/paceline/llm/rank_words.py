@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.frames import receive, send
+from paceline.core.step import Step, StepOutputs
 from paceline.runner.recording.graphs import CapturePolicy
 
 
@@ -44,7 +45,29 @@ class Agreed(Struct, frozen=True, kw_only=True):
     staging_depth: int
 
 
-Told = Started | Planned | Loaded | RankReady | RankFailed
+class Said(Struct, frozen=True, kw_only=True, tag=5):
+    """What came of a step that ranks compare."""
+
+    epoch: int
+    token_ids: tuple[tuple[int, ...], ...]  # as of StepOutputs
+    finish: tuple[int, ...]  # [num_reqs] FinishCode
+
+
+Told = Started | Planned | Loaded | RankReady | RankFailed | Said
+
+
+def said(outputs: StepOutputs) -> Said:
+    """Of one rank."""
+    return Said(
+        epoch=outputs.epoch,
+        token_ids=outputs.token_ids,
+        finish=tuple(int(code) for code in outputs.finish),
+    )
+
+
+def is_compared(step: Step, every: int | None) -> bool:
+    """Whether ranks tell what they said in this step; every: `compare_ranks_every`."""
+    return every is not None and step.epoch % every == 0
 
 
 def tell(file: IO[bytes], told: Told) -> None:

@@ -2,15 +2,15 @@
 
 The leader is rank 0 and everything that one process would be: it schedules, samples, decides who
 ends and answers.  Each other rank (`llm.rank_process`) runs the same steps over its part of the
-model, in the order in which it reads them, and tells nothing back; what they compute together meets
-in the exchange.
+model, in the order in which it reads them, and tells nothing back, except where what they say is
+compared; what they compute together meets in the exchange.
 
     leader                      rank
     starts it                   tells what it runs on            Started
                                 plans its part                   Planned
     compares, agrees on pages   loads                            Loaded
     has loaded too              captures                         RankReady
-    writes each step            runs it
+    writes each step            runs it, and where it is compared tells its tokens  Said
     closes its bell             ends
 
 Whoever ends early tells why (RankFailed), or leaves an exit code; then all end.
@@ -31,7 +31,8 @@ import msgspec
 import torch
 
 from paceline.core.errors import PacelineError, message
-from paceline.core.step import Step, StepOutputs, StepRun
+from paceline.core.events import Event
+from paceline.core.step import FinishCode, Step, StepOutputs, StepRun
 from paceline.kernels.all_reduce import GONE, WAIT_S, Exchange
 from paceline.kernels.peer_memory import PeerMemory
 from paceline.llm.boot import Knobs, planned_pages
@@ -51,9 +52,12 @@ from paceline.llm.rank_words import (
     Planned,
     RankFailed,
     RankReady,
+    Said,
     Started,
     Told,
     hear,
+    is_compared,
+    said,
 )
 from paceline.plan.assemble import Decided, exchange_capacity
 from paceline.runner.model_runner import ModelRunner
@@ -61,7 +65,7 @@ from paceline.runner.outputs_ring import LaunchedStep
 from paceline.runner.shared_memory import BoxShape, FrameWriter, SharedMemory
 from paceline.runner.step_frames import encode_step
 
-_T = TypeVar("_T", Started, Planned, Loaded, RankReady)
+_T = TypeVar("_T", Started, Planned, Loaded, RankReady, Said)
 _R = TypeVar("_R")
 _LOOK_S = 0.1  # from look to look at a rank that is waited for
 
@@ -75,6 +79,8 @@ class Ranks:
         first = torch.cuda.current_device() if prepared.device.device_type == "cuda" else None
         ranks = prepared.parallel.size
         self._peers = None if first is None else PeerMemory(0, ranks, dtype=prepared.dtype)
+        self._compare_every = options.compare_ranks_every
+        self._notify = prepared.events
         self._exchange: Exchange | None = None  # of the leader, once all have told their boxes
         shape = BoxShape(
             ranks=ranks, capacity=capacity if first is None else 0, dtype=prepared.dtype
@@ -163,6 +169,25 @@ class Ranks:
         """Have every rank run a step.  Raises PacelineError when one has ended, TimeoutError when
         one takes nothing."""
         self._write(encode_step(step))
+
+    def compare(self, step: Step, outputs: StepOutputs) -> None:
+        """See that every rank says what the leader does, where the step is compared.  Raises
+        PacelineError where one does not, has ended or hangs."""
+        if not is_compared(step, self._compare_every):
+            return
+        ours = said(outputs)
+        for rank, theirs in enumerate(self._hear(Said), start=1):
+            if theirs == ours:
+                continue
+            detail = f"{_difference(ours, theirs)} in step {step.epoch}"
+            self._notify(Event("ranks_differ", f"rank {rank}: {detail}"))
+            raise PacelineError.about(
+                f"what rank {rank} of the model says",
+                expected="the leader's, bit for bit",
+                got=detail,
+                remedy="its memory, its link or a kernel is at fault: answers since the step that "
+                "agreed last are wrong; load the model again, and report the step",
+            )
 
     def require_running(self) -> None:
         """Raise PacelineError when one has ended, with its message."""
@@ -313,8 +338,15 @@ class LeadingStep:
 
     def wait(self) -> StepOutputs:
         """As LaunchedStep.wait.  Raises PacelineError where a rank has ended meanwhile, for which a
-        GPU waits no longer and sums without it, or where a GPU has waited in vain."""
-        return self._whole(self._launched.wait)
+        GPU waits no longer and sums without it, where a GPU has waited in vain, or where ranks
+        compare and differ."""
+
+        def compared() -> StepOutputs:
+            outputs = self._launched.wait()
+            self._ranks.compare(self.step, outputs)
+            return outputs
+
+        return self._whole(compared)
 
     def _whole(self, result: Callable[[], _R]) -> _R:
         try:
@@ -347,6 +379,20 @@ def _start(setup: RankSetup) -> "subprocess.Popen[bytes]":
     assert process.stdin is not None, "a pipe"
     os.set_blocking(process.stdin.fileno(), False)
     return process
+
+
+def _difference(ours: Said, theirs: Said) -> str:
+    """The first of them, in words."""
+    assert theirs.epoch == ours.epoch, "each rank tells of each step that is compared, in order"
+    pairs = zip(ours.token_ids, ours.finish, strict=True)
+    others = zip(theirs.token_ids, theirs.finish, strict=True)
+    row, (mine, other) = next(
+        (row, both)
+        for row, both in enumerate(zip(pairs, others, strict=True))
+        if both[0] != both[1]
+    )
+    words = [f"tokens {list(ids)} with {FinishCode(code).name}" for ids, code in (other, mine)]
+    return f"{words[0]}, not {words[1]}, of row {row}"
 
 
 def _how(code: int) -> str:

@@ -231,7 +231,7 @@ def _run(parts: Parts, step: Step) -> tuple[Tensor, list[Tensor]]:
         backend.host_plan(step, parts.backend_buffers)
     view = parts.buffers.view(size, step.mask)
     derive(parts.buffers, parts.table, view, parts.page_sizes)
-    output = target_forward(parts, view)
+    output = target_forward(parts, view, taps=parts.taps)
     return output.hidden, [output.taps[name] for name in parts.taps]
 
 

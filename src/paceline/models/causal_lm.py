@@ -61,12 +61,14 @@ class CausalLM(nn.Module):
         ctx: StepContext,
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
+        read: Tensor | None = None,
     ) -> Hidden:
         """input_ids [tokens], positions [tokens] or [axes, tokens] int64, of rope -> Hidden.
 
-        Raises ModelError for an unknown tap.
+        read: [rows] int64, the tokens of which `Hidden.hidden` is read, in that order; None: all.
+        Taps are of all tokens.  Raises ModelError for an unknown tap.
         """
-        result: Hidden = self.decoder(input_ids, positions, ctx, taps, overlaid)
+        result: Hidden = self.decoder(input_ids, positions, ctx, taps, overlaid, read)
         return result
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paceline.core.errors import ModelError
 from paceline.core.model.config import ModelConfig
 from paceline.layers.attention import StepContext
+from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.embedding import Embedding, OverlaidRows
 from paceline.layers.rank_sum import Unsummed, total
 from paceline.layers.rms_norm import RMSNorm
@@ -24,8 +25,13 @@ from paceline.layers.weights.weight_format import Named, wholly
 class Hidden(NamedTuple):
     """What a forward pass returns."""
 
-    hidden: Tensor  # [tokens, hidden]  after the final norm
+    hidden: Tensor  # [rows that are read, hidden]  after the final norm
     taps: dict[str, Tensor]  # [tokens, hidden] each: the hidden states that were asked for
+
+
+def read_rows(x: Tensor, read: Tensor | None) -> Tensor:
+    """x [tokens, hidden], of which a model's caller reads these rows; see `CausalLM.forward`."""
+    return x if read is None else x.index_select(0, read)
 
 
 NameLayer = Callable[[Any, str], Named]  # of a layer and the name of its tensors' place
@@ -41,7 +47,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         embedding: Embedding,
-        layers: Sequence[nn.Module],
+        layers: Sequence[DecoderLayer],
         norm: RMSNorm,
         *,
         named: NameLayer,
@@ -61,9 +67,12 @@ class Decoder(nn.Module):
         ctx: StepContext,
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
+        read: Tensor | None = None,
     ) -> Hidden:
         """As of `CausalLM`."""
         self._check_taps(taps)
+        early = self._taken_early(read, input_ids.shape[0], taps)
+        last = len(self.layers) - 1
         tapped: dict[str, Tensor] = {}
         residual = self.embedding(input_ids)
         if overlaid is not None:  # what the embedding returns, scaled where it scales
@@ -72,14 +81,25 @@ class Decoder(nn.Module):
             tapped["embed"] = residual.clone()
         delta: Tensor | Unsummed | None = None
         for index, layer in enumerate(self.layers):
-            delta = layer(delta, residual, positions, ctx)
+            rows = early if index == last else None
+            delta, residual = layer(delta, residual, positions, ctx, rows)
             if taps and f"layer.{index}" in taps:
                 delta = total(delta)
                 tapped[f"layer.{index}"] = residual + delta
         hidden = self.norm(residual) if delta is None else self.norm.add(delta, residual)
         if "final" in taps:
             tapped["final"] = hidden
-        return Hidden(hidden, tapped)
+        return Hidden(read_rows(hidden, read) if early is None else hidden, tapped)
+
+    def _taken_early(
+        self, read: Tensor | None, num_tokens: int, taps: tuple[str, ...]
+    ) -> Tensor | None:
+        """The rows that alone go on behind the last layer's mixing: those that are read, where they
+        are fewer than the tokens and no tap lies behind it; None: all go on."""
+        if read is None or not self.layers or read.shape[0] >= num_tokens:
+            return None
+        behind = self.tap_names[len(self.layers) :]
+        return None if any(tap in behind for tap in taps) else read
 
     def _check_taps(self, taps: tuple[str, ...]) -> None:
         for name in taps:

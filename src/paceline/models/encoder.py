@@ -20,7 +20,7 @@ from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement, empty_parameter
 from paceline.layers.weights.weight_format import Named, WeightFormats
 from paceline.models.causal_lm import CausalLM
-from paceline.models.decoder import Hidden, NameLayer, rope_tables
+from paceline.models.decoder import Hidden, NameLayer, read_rows, rope_tables
 
 
 class LearnedPositions(nn.Module):
@@ -74,6 +74,7 @@ class Encoder(nn.Module):
         ctx: StepContext,
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
+        read: Tensor | None = None,
     ) -> Hidden:
         """As of `CausalLM`; nobody taps it."""
         assert not taps, "drafters have targets that generate"
@@ -85,6 +86,7 @@ class Encoder(nn.Module):
         x = self.embedding_norm(x)
         for layer in self.layers:
             x = layer(x, positions, ctx)
+        x = read_rows(x, read)
         return Hidden(x if self.norm is None else self.norm(x), {})
 
     def destinations(self, prefix: str) -> Named:

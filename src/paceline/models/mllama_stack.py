@@ -1,16 +1,18 @@
 """The modules of Mllama's text model, and what checkpoints call their tensors."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import ALONE, Parallel
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.attention import StepContext
+from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.decoders.prenorm_layer import PreNormLayer
 from paceline.layers.embedding import Embedding
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
+from paceline.layers.rank_sum import Unsummed
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement, empty_parameter
@@ -21,7 +23,7 @@ from paceline.models.decoder import Decoder, rope_tables
 from paceline.models.tensor_names import name_feed_forward, name_prenorm
 
 
-class CrossLayer(nn.Module):
+class CrossLayer(DecoderLayer):
     """x += tanh(gate) * cross(norm(x)); x += tanh(other gate) * mlp(norm(x)): for tokens whose
     request brings rows, while those of others pass over it."""
 
@@ -36,15 +38,22 @@ class CrossLayer(nn.Module):
         self.mlp = feed_forward(config, layer_id, parallel=parallel, placement=placement)
         self.mlp_gate = empty_parameter(1, placement=placement)
 
-    def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext
+    def mix(
+        self,
+        delta: Tensor | Unsummed | None,
+        residual: Tensor,
+        positions: Tensor,
+        ctx: StepContext,
     ) -> Tensor:
-        """delta, residual [tokens, hidden] -> the gated MLP output; residual += delta + gated
-        attention."""
         norm = self.input_norm
         x = norm(residual) if delta is None else norm.add(delta, residual)
-        x = self.attention(x, ctx).mul_(self.attention_gate.tanh())
-        out = ctx.of_readers(self.mlp(self.mlp_norm.add(x, residual)))
+        out: Tensor = self.attention(x, ctx).mul_(self.attention_gate.tanh())
+        return out
+
+    def feed(
+        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
+    ) -> Tensor:
+        out = ctx.of_readers(self.mlp(self.mlp_norm.add(mixed, residual)), rows)
         return out.mul_(self.mlp_gate.tanh())
 
     def fill(self, prefix: str) -> Named:
@@ -74,7 +83,7 @@ def build_mllama(
     placement = Placement(device, dtype, formats, exchange)
     tables = rope_tables(config, max_positions=max_positions, device=device)
 
-    def layer(index: int) -> nn.Module:
+    def layer(index: int) -> DecoderLayer:
         if config.layers[index].reads_encoder:
             return CrossLayer(config, index, parallel=parallel, placement=placement)
         attention = SelfAttention(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from paceline.core.model.config import SOFTMAX, ModelConfig, QKNorm
 from paceline.core.parallel import Parallel, Span
 from paceline.kernels.all_reduce import Exchange
+from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.decoders.prenorm_layer import PreNormLayer
 from paceline.layers.embedding import Embedding
 from paceline.layers.mixers.latent_attention import LatentAttention
@@ -34,7 +35,7 @@ def build_prenorm(
     max_positions: int | None = None,
     formats: WeightFormats = DENSE,
     exchange: Exchange | None = None,
-    layer: Callable[..., nn.Module] = PreNormLayer,
+    layer: Callable[..., DecoderLayer] = PreNormLayer,
     attention: Callable[..., SelfAttention] = SelfAttention,
     mixers: Mapping[str, type[nn.Module]] = NO_MIXERS,
     named: NameLayer = name_prenorm,
@@ -71,9 +72,9 @@ def _layers(
     placement: Placement,
     *,
     tables: Sequence[Tensor | None],
-    layer: Callable[..., nn.Module],
+    layer: Callable[..., DecoderLayer],
     blocks: Mapping[str, Callable[..., nn.Module]],
-) -> list[nn.Module]:
+) -> list[DecoderLayer]:
     by_row = config.qk_norm is QKNorm.ROW
 
     def norm(held: Span, head_dim: int) -> RMSNorm:
@@ -95,7 +96,7 @@ def _layers(
         norms = None if has_none else (norm(q, dim), norm(kv, dim))
         return {"cos_sin": tables[layer_id], "qk_norms": norms}
 
-    def make(layer_id: int) -> nn.Module:
+    def make(layer_id: int) -> DecoderLayer:
         spec = config.layers[layer_id]
         mixer = blocks[SOFTMAX if spec.attends else spec.mixer](
             config, layer_id, parallel=parallel, placement=placement, **own(layer_id)

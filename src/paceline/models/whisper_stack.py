@@ -19,7 +19,7 @@ from paceline.layers.weights.weight_format import Named, WeightFormats, wholly
 from paceline.models.audio_encoder import AudioEncoder, GeluMLP
 from paceline.models.causal_lm import CausalLM
 from paceline.models.cross_attention import CrossAttention
-from paceline.models.decoder import Hidden
+from paceline.models.decoder import Hidden, read_rows
 
 
 class WhisperBlock(nn.Module):
@@ -85,6 +85,7 @@ class WhisperDecoder(nn.Module):
         ctx: StepContext,
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
+        read: Tensor | None = None,
     ) -> Hidden:
         """As of `CausalLM`; nobody taps it.  What padding has beyond the last position takes
         that."""
@@ -96,7 +97,7 @@ class WhisperDecoder(nn.Module):
         x = x + self.positions.index_select(0, rows)
         for layer in self.layers:
             x = layer(x, positions, ctx)
-        return Hidden(self.norm(x), {})
+        return Hidden(self.norm(read_rows(x, read)), {})
 
     def destinations(self, prefix: str) -> Named:
         """What a checkpoint fills."""

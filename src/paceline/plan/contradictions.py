@@ -67,7 +67,14 @@ def refuse_ranks(options: EngineOptions, config: ModelConfig, num_gpus: int | No
     machine; None: they run on its CPU."""
     size = options.tensor_parallel_size
     if size == 1:
-        return
+        if options.compare_ranks_every is None:
+            return
+        raise ConfigError.about(
+            "compare_ranks_every",
+            expected="given with --tensor-parallel-size",
+            got=f"{options.compare_ranks_every} with one process, which agrees with itself",
+            remedy="leave it out, or name more processes",
+        )
     of_rank(config, Parallel(0, size))
     if num_gpus is not None and size > num_gpus:
         raise ConfigError.about(

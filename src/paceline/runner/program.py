@@ -123,10 +123,19 @@ def target_view(parts: Parts, view: StepView) -> StepView:
 
 
 def target_forward(
-    parts: Parts, view: StepView, *, is_round: bool = False, expansion: Expansion | None = None
+    parts: Parts,
+    view: StepView,
+    *,
+    is_round: bool = False,
+    expansion: Expansion | None = None,
+    taps: tuple[str, ...] = (),
+    read: Tensor | None = None,
 ) -> Hidden:
-    """Plan and run the target over the rows of `view`.  expansion: of those that are expanded from
-    latents, which the backend does not see."""
+    """Plan and run the target over the rows of `view`.
+
+    expansion: of those that are expanded from latents, which the backend does not see; taps, read:
+    as of `CausalLM`.
+    """
     own = target_view(parts, view)
     ctx = StepContext(
         view=own,
@@ -141,7 +150,7 @@ def target_forward(
     if view.overlay_slot is not None:
         assert parts.table.overlay is not None, "a step that reads an overlay has one"
         overlaid = OverlaidRows(parts.table.overlay.rows, view.overlay_slot)
-    output: Hidden = parts.model(view.input_ids, view.rope_positions, ctx, parts.taps, overlaid)
+    output: Hidden = parts.model(view.input_ids, view.rope_positions, ctx, taps, overlaid, read)
     return output
 
 
@@ -202,6 +211,9 @@ class StepProgram:
         self._num_kept = self._emitted() if is_round else view.extend_lens
         self._masked = masked
         self._ends = ends
+        # [padded_reqs] int64: the last row of each request; None: every row is sampled
+        self._sampled = None if is_round or view.max_extend_len == 1 else view.logits_loc
+        self._reads_all = bool(prompt_spans) or End.POOL in ends
         self._expansion = expansion
         self.prompt_logprobs: SampledLogprobs | None = None  # [num_scored]  after forward
         # [sampled rows, vocab]  after forward; the head's dtype.  None: nothing is sampled
@@ -213,7 +225,12 @@ class StepProgram:
         derive(parts.buffers, parts.table, self._rows, parts.page_sizes)
         tree = self._propose() if self._is_round else None
         output = target_forward(
-            parts, self._view, is_round=self._is_round, expansion=self._expansion
+            parts,
+            self._view,
+            is_round=self._is_round,
+            expansion=self._expansion,
+            taps=parts.taps if self._observed else (),
+            read=None if self._reads_all else self._sampled,
         )
         self._score(output.hidden)
         accepted = self._commit(self._sample(tree), tree)
@@ -254,7 +271,10 @@ class StepProgram:
 
     def _score(self, hidden: Tensor) -> None:
         """What the step's ends are made of: logits of each row that is sampled; of the prompt's
-        tokens, where asked for; vectors."""
+        tokens, where asked for; vectors.
+
+        hidden: [padded_tokens, hidden] where such an end reads all, else [sampled rows, hidden].
+        """
         parts, view = self._parts, self._view
         if self._prompt_spans:
             assert parts.model.head is not None, "admission refuses what the model has no end for"
@@ -271,8 +291,8 @@ class StepProgram:
             self._pool(hidden, parts.pooling, parts.buffers.pooled[: view.padded_reqs])
         if End.GENERATE not in self._ends:
             return
-        if not self._is_round and view.max_extend_len > 1:  # otherwise each row is sampled
-            hidden = hidden.index_select(0, view.logits_loc)
+        if self._reads_all and self._sampled is not None:
+            hidden = hidden.index_select(0, self._sampled)
         self.logits = parts.model.logits(hidden)
 
     def _pool(self, hidden: Tensor, pooling: Pooling, pooled: Tensor) -> None:

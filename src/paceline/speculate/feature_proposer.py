@@ -44,13 +44,19 @@ class FeatureHead(nn.Module):
 
     @abstractmethod
     def forward(
-        self, input_ids: Tensor, positions: Tensor, features: Tensor, ctx: StepContext
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        features: Tensor,
+        ctx: StepContext,
+        read: Tensor | None = None,
     ) -> Tensor:
         """One pass over rows; mutates none of them.
 
         input_ids, positions: [tokens] int64, the token behind each position and the position;
-        features: [tokens, hidden].  Returns [tokens, hidden]: what the next position takes as its
-        feature, and `logits` for the token after it.
+        features: [tokens, hidden]; read: [rows] int64, the tokens whose result is read, None: all.
+        Returns [rows, hidden]: what the next position takes as its feature, and `logits` for the
+        token after it.
         """
 
     @abstractmethod
@@ -96,8 +102,7 @@ class FeatureProposer(Proposer):
         view = self._cache.own_view(observed.view)
         context = self._cache.context(view, OBSERVE_PASS)
         fused = self.model.fuse(observed.taps)
-        features = self.model(observed.next_ids, view.rope_positions, fused, context)
-        kept = features.index_select(0, observed.last)
+        kept = self.model(observed.next_ids, view.rope_positions, fused, context, observed.last)
         self._features.index_copy_(0, view.row_ids, kept)
 
     def host_plan(self, step: Step) -> None:

@@ -154,7 +154,7 @@ def test_what_is_seen_matters(seer: Seer) -> None:
 
 def test_a_request_without_an_image_skips_those_layers(seer: Seer, monkeypatch: Any) -> None:
     """What the other tests would find: feed-forward blocks that run all the same."""
-    monkeypatch.setattr(StepContext, "of_readers", lambda ctx, x: x)
+    monkeypatch.setattr(StepContext, "of_readers", lambda ctx, x, rows=None: x)
     with make_llm(seer, enforce_eager=True) as llm:
         [output] = llm.generate(ASKED[1], replace(SHORT, max_tokens=1, logprobs=1))
     [found] = output.outputs[0].logprobs
@@ -169,6 +169,8 @@ def test_what_overflows_in_a_block_that_is_passed_over_stays_there() -> None:
     x = torch.tensor([[1.0, 2.0], [torch.inf, torch.nan]], dtype=torch.float16)
     passed = StepContext.of_readers(ctx, x)
     assert torch.equal(passed, torch.tensor([[1.0, 2.0], [0.0, 0.0]], dtype=torch.float16))
+    rows = torch.tensor([1])  # one of the step's tokens alone
+    assert torch.equal(StepContext.of_readers(ctx, x[rows], rows), passed[rows])
 
 
 def test_rows_of_another_width_are_refused(seer: Seer) -> None:

@@ -89,7 +89,8 @@ def check_drafts(
 ) -> None:
     """kinds: of requests; None takes one that no other drafter shows."""
     kinds = kinds or (KIND_OF.get(cell["drafter"], KINDS[0]),)
-    with drafting_llm(truth, cell, tensor_parallel_size=size) as llm:
+    ranks = {"tensor_parallel_size": size, "compare_ranks_every": 3}
+    with drafting_llm(truth, cell, **ranks) as llm:
         assert llm.prepared.parallel.size == size
         for kind in kinds:
             served = serve(llm, truth.jobs[kind])

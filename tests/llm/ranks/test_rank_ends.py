@@ -186,14 +186,18 @@ if phase is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "negate":
+            return whole(*args, **kwargs).neg_()
         raise ValueError(f"planted while it {phase}")
 
     import paceline.llm.prepare, paceline.llm.stored_weights, paceline.runner.model_runner
+    import paceline.layers.embedding
     owner, name = {
         "plans": (paceline.llm.prepare, "prepare"),
         "loads": (paceline.llm.stored_weights, "load_model"),
         "captures": (paceline.runner.model_runner.ModelRunner, "boot"),
         "runs": (paceline.runner.model_runner.ModelRunner, "launch"),
+        "samples": (paceline.layers.embedding, "all_gather"),
     }[phase]
     whole = getattr(owner, name)
     setattr(owner, name, fail)
@@ -280,6 +284,25 @@ def test_an_error_of_a_rank_behind_its_first_step_is_everybodys(
         with pytest.raises(PacelineError, match=f"^rank 1 .* got ended: {why}; load"):
             list(stream)
     assert not children()
+
+
+def test_a_rank_that_says_other_tokens_is_named_with_the_first_step_that_is_compared(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant("samples", monkeypatch, tmp_path)
+    monkeypatch.setenv("PLANTED_HOW", "negate")
+    monkeypatch.setenv("PLANTED_AFTER", "3")
+    asked = {"tensor_parallel_size": 2, "enforce_eager": True, "compare_ranks_every": 2}
+    differ = r"tokens \[\d+\] with RUNNING, not tokens \[\d+\] with RUNNING, of row 0 in step \d+"
+    with make_llm(checkpoint, **asked) as made:
+        pids = pids_of(made)
+        with pytest.raises(
+            PacelineError, match=f"^what rank 1 of the model says must be .* got {differ}; its"
+        ):
+            made.generate(PROMPTS, GREEDY)
+        [event] = [each for each in made.report()["events"] if each["reason"] == "ranks_differ"]
+        assert re.fullmatch(f"rank 1: {differ}", event["detail"])
+        assert_gone(pids)
 
 
 def children() -> list[str]:

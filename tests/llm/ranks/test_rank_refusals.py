@@ -35,6 +35,10 @@ from paceline.plan.explain import explain_model, show
             r"must be one of 1, 2, 4, got 5: intermediate_size is 72; there are 4 heads; ",
         ),
         ({"tp": 65}, r"tensor_parallel_size must be from 1 to 64 processes, got 65"),
+        (
+            {"compare_ranks_every": 4},
+            r"compare_ranks_every must be given with --tensor-parallel-size, got 4 with one",
+        ),
     ],
 )
 def test_a_number_that_cannot_be_is_refused_before_weights_are_read(

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.core.model.cache_groups import CacheGroupSpec, cache_group_specs
 from paceline.core.model.config import Heads, LayerSpec, ModelConfig
 from paceline.core.request.input_rows import EncoderInput
-from paceline.models.decoder import Hidden
+from paceline.models.decoder import Hidden, read_rows
 
 PLACES = 16  # of the circle
 OFFSETS = (0.25, 5.25)  # by layer
@@ -56,6 +56,7 @@ class EncoderModel(SumModel):
         ctx: Any,
         taps: tuple[str, ...] = (),
         overlaid: Any = None,
+        read: Tensor | None = None,
     ) -> Hidden:
         found = super().forward(input_ids, positions, ctx, taps, overlaid)
         hidden = found.hidden.clone()
@@ -63,7 +64,7 @@ class EncoderModel(SumModel):
             q = on_circle(input_ids % PLACES + offset).unsqueeze(1).expand(-1, 2, -1)
             rows = ctx.attend_encoder(self.first + 2 + layer, q.contiguous())
             hidden[:, -WIDTH:] += rows[:, 1, :WIDTH].round()
-        return Hidden(hidden, found.taps)
+        return Hidden(read_rows(hidden, read), found.taps)
 
     def encoder_kv(self, given: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         for layer in range(len(OFFSETS)):

@@ -383,6 +383,16 @@ class EngineOptions:
         low=1,
         high=MOST_RANKS,
     )
+    compare_ranks_every: int | None = _of_model(
+        None,
+        int,
+        "Steps from one in which all processes of a model tell their tokens to the next; stop "
+        "where these differ.  For debugging: a step that is compared is waited for.",
+        "--compare-ranks-every",
+        unit="steps",
+        low=1,
+        left_out="never",
+    )
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -69,6 +69,18 @@ def send(
 
 
 @triton.jit
+def give_up_behind(
+    began,  # of `globaltimer`, ns: when the wait began
+    WAIT_NS: tl.constexpr,
+):
+    """For who waits in a loop: the context is lost once that has taken longer than WAIT_NS."""
+    if tl.extra.cuda.globaltimer() - began > WAIT_NS:
+        tl.inline_asm_elementwise(
+            "trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def wait(
     sent_ptr,  # [WORDS, RANKS] int64
     turn,
@@ -93,11 +105,8 @@ def wait(
             while (seen <= turn) & (seen < _RELEASED):
                 seen = tl.atomic_add(word_ptr, 0, sem="acquire", scope="sys")
                 polls += 1
-                if polls % _POLLS == 0:  # noqa: SIM102  Triton evaluates both sides of `and`
-                    if tl.extra.cuda.globaltimer() - began > WAIT_NS:
-                        tl.inline_asm_elementwise(
-                            "trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-                        )
+                if polls % _POLLS == 0:
+                    give_up_behind(began, WAIT_NS)
     tl.debug_barrier()  # what one thread has seen, all have
 
 

@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.all_reduce import channel_constants, ordered_sum, send, wait
+from paceline.kernels._triton.all_reduce import (
+    channel_constants,
+    give_up_behind,
+    ordered_sum,
+    send,
+    wait,
+)
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.rms_norm import weighed
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
@@ -74,10 +80,7 @@ def _take(
             if looks % _LOOKS == 0:
                 if tl.load(word_ptr, volatile=True) >= _RELEASED:
                     absent = 0
-                if tl.extra.cuda.globaltimer() - began > WAIT_NS:
-                    tl.inline_asm_elementwise(
-                        "trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-                    )
+                give_up_behind(began, WAIT_NS)
     tl.store(place_ptrs, tl.full(bits.shape, _ABSENT, bits.dtype), mask=live)
     return bits
 

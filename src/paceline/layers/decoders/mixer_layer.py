@@ -1,16 +1,18 @@
 """The decoder layer of models that keep states and have no feed-forward block: norm, mixer."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
+from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.mixers.mamba2 import Mamba2
+from paceline.layers.rank_sum import Unsummed
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement
 
 
-class MixerLayer(nn.Module):
+class MixerLayer(DecoderLayer):
     """x += mixer(norm(x))."""
 
     def __init__(
@@ -20,10 +22,18 @@ class MixerLayer(nn.Module):
         self.mixer = mixer
         self.norm = hidden_norm(config, placement)
 
-    def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext
+    def mix(
+        self,
+        delta: Tensor | Unsummed | None,
+        residual: Tensor,
+        positions: Tensor,
+        ctx: StepContext,
     ) -> Tensor:
-        """delta, residual [tokens, hidden] -> the mixer's output; residual += delta."""
         x = self.norm(residual) if delta is None else self.norm.add(delta, residual)
         out: Tensor = self.mixer(x, positions, ctx)
         return out
+
+    def feed(
+        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
+    ) -> Tensor | Unsummed:
+        return mixed  # which the next norm adds

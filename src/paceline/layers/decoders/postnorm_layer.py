@@ -1,17 +1,19 @@
 """The decoder layer of OLMo 2 and EXAONE 4: norms behind attention and feed-forward."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
+from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
+from paceline.layers.rank_sum import Unsummed, total
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement
 
 
-class PostNormLayer(nn.Module):
+class PostNormLayer(DecoderLayer):
     """x += norm(attention(x)); x += norm(mlp(x))."""
 
     def __init__(
@@ -28,13 +30,21 @@ class PostNormLayer(nn.Module):
         self.output_norm = hidden_norm(config, placement)
         self.mlp = feed_forward(config, attention.layer_id, parallel=parallel, placement=placement)
 
-    def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext
+    def mix(
+        self,
+        delta: Tensor | Unsummed | None,
+        residual: Tensor,
+        positions: Tensor,
+        ctx: StepContext,
     ) -> Tensor:
-        """delta, residual [tokens, hidden] -> the normed MLP output; residual += delta + normed
-        attention."""
         if delta is not None:
-            residual.add_(delta)
-        residual.add_(self.attention_norm(self.attention(residual, positions, ctx)))
+            residual.add_(total(delta))
+        out: Tensor = self.attention_norm(self.attention(residual, positions, ctx))
+        return out
+
+    def feed(
+        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
+    ) -> Tensor:
+        residual.add_(total(mixed))
         out: Tensor = self.output_norm(self.mlp(residual))
         return out

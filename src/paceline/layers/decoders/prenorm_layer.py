@@ -1,10 +1,11 @@
 """The pre-norm decoder layer of Llama, Qwen and Granite: norm, attention, norm, feed-forward."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
+from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.mixers.gated_delta import GatedDeltaNet
 from paceline.layers.mixers.latent_attention import LatentAttention
 from paceline.layers.mixers.mamba2 import Mamba2
@@ -15,7 +16,7 @@ from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement
 
 
-class PreNormLayer(nn.Module):
+class PreNormLayer(DecoderLayer):
     """x += scale * attention(norm(x)); x += scale * mlp(norm(x)); few models have a scale."""
 
     def __init__(
@@ -35,19 +36,21 @@ class PreNormLayer(nn.Module):
         if self.scale is None:  # whose factor is the sum's
             leave_sums(self.attention, self.mlp)
 
-    def forward(
+    def mix(
         self,
         delta: Tensor | Unsummed | None,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
     ) -> Tensor | Unsummed:
-        """delta, residual [tokens, hidden] -> the scaled MLP output; residual += delta + scaled
-        attention."""
         norm = self.input_norm
         x = norm(residual) if delta is None else norm.add(delta, residual)
-        x = self._scaled(self.attention(x, positions, ctx))
-        return self._scaled(self.mlp(self.mlp_norm.add(x, residual)))
+        return self._scaled(self.attention(x, positions, ctx))
+
+    def feed(
+        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
+    ) -> Tensor | Unsummed:
+        return self._scaled(self.mlp(self.mlp_norm.add(mixed, residual)))
 
     def _scaled(self, x: Tensor | Unsummed) -> Tensor | Unsummed:
         return x if self.scale is None else total(x).mul_(self.scale)

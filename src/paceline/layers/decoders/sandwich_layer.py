@@ -1,17 +1,19 @@
 """The decoder layer of Gemma 2 and 3: a norm before and after attention, and around the MLP."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
+from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.mixers.self_attention import SelfAttention, WholeAttention
 from paceline.layers.moe import feed_forward
+from paceline.layers.rank_sum import Unsummed
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement
 
 
-class SandwichLayer(nn.Module):
+class SandwichLayer(DecoderLayer):
     """x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
 
     def __init__(
@@ -45,12 +47,20 @@ class SandwichLayer(nn.Module):
         self.output_norm = norm(config.hidden_size)
         self.mlp = feed_forward(config, layer_id, parallel=parallel, placement=placement)
 
-    def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext
+    def mix(
+        self,
+        delta: Tensor | Unsummed | None,
+        residual: Tensor,
+        positions: Tensor,
+        ctx: StepContext,
     ) -> Tensor:
-        """delta, residual [tokens, hidden] -> the MLP output; residual += delta + attention."""
         norm = self.input_norm
         x = norm(residual) if delta is None else norm.add(delta, residual)
-        x = self.attention_norm(self.attention(x, positions, ctx))
-        out: Tensor = self.output_norm(self.mlp(self.mlp_norm.add(x, residual)))
+        out: Tensor = self.attention_norm(self.attention(x, positions, ctx))
+        return out
+
+    def feed(
+        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
+    ) -> Tensor:
+        out: Tensor = self.output_norm(self.mlp(self.mlp_norm.add(mixed, residual)))
         return out

@@ -1,18 +1,20 @@
 """The decoder layer of Falcon-H1: attention beside a mixer that keeps states, then feed-forward."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
+from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.mixers.mamba2 import Mamba2
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
+from paceline.layers.rank_sum import Unsummed
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement
 
 
-class SideLayer(nn.Module):
+class SideLayer(DecoderLayer):
     """x += a * attention(norm(x)) + s * mixer(norm(x)); x += d * mlp(norm(x))."""
 
     def __init__(
@@ -34,13 +36,20 @@ class SideLayer(nn.Module):
         self.mlp_norm = hidden_norm(config, placement)
         self.mlp = feed_forward(config, layer_id, parallel=parallel, placement=placement)
 
-    def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext
+    def mix(
+        self,
+        delta: Tensor | Unsummed | None,
+        residual: Tensor,
+        positions: Tensor,
+        ctx: StepContext,
     ) -> Tensor:
-        """delta, residual [tokens, hidden] -> the scaled MLP output; residual += delta + both."""
         norm, factors = self.input_norm, self.factors
         x = norm(residual) if delta is None else norm.add(delta, residual)
-        both = self.attention(x, positions, ctx).mul_(factors.attention)
-        both.add_(self.mixer(x, positions, ctx), alpha=factors.state)
-        out: Tensor = self.mlp(self.mlp_norm.add(both, residual)).mul_(factors.down)
+        both: Tensor = self.attention(x, positions, ctx).mul_(factors.attention)
+        return both.add_(self.mixer(x, positions, ctx), alpha=factors.state)
+
+    def feed(
+        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
+    ) -> Tensor:
+        out: Tensor = self.mlp(self.mlp_norm.add(mixed, residual)).mul_(self.factors.down)
         return out

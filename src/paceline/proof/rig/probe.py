@@ -17,7 +17,7 @@ from paceline.kernels.rope import Rope
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import OverlaidRows
-from paceline.models.decoder import Hidden
+from paceline.models.decoder import Hidden, read_rows
 from paceline.proof.suite.case import Case
 
 POISON_ID = 0  # of padded rows and of tokens whose keys are in the cache already
@@ -72,6 +72,7 @@ class ProbeModel(nn.Module):
         ctx: StepContext,
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
+        read: Tensor | None = None,
     ) -> Hidden:
         """input_ids, positions [tokens] int64; the hidden state is the first layer's answer."""
         assert overlaid is None, "no cell brings input rows"
@@ -101,7 +102,7 @@ class ProbeModel(nn.Module):
             else:
                 out = ctx.attend(index, q, k, own, rope=None)
             self.outs[index, :tokens].copy_(out)
-        return Hidden(self.outs[0, :tokens].flatten(1)[:, :_LOGITS], {})
+        return Hidden(read_rows(self.outs[0, :tokens].flatten(1)[:, :_LOGITS], read), {})
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, 8] -> the same: what is sampled does not matter here."""

@@ -12,7 +12,7 @@ from paceline.core.model.config import LayerSpec, ModelConfig
 from paceline.kernels.step_view import GroupView, StepView
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import OverlaidRows
-from paceline.models.decoder import Hidden
+from paceline.models.decoder import Hidden, read_rows
 from paceline.proof.oracle.methods.recurrence import Recurrence
 from paceline.proof.oracle.states import RECURRENCES
 from paceline.proof.suite.case import Case
@@ -45,6 +45,7 @@ class StateProbe(nn.Module):
         ctx: StepContext,
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
+        read: Tensor | None = None,
     ) -> Hidden:
         """input_ids, positions [tokens] int64; the hidden state is the id that follows."""
         assert overlaid is None, "no cell brings input rows"
@@ -53,7 +54,8 @@ class StateProbe(nn.Module):
         for index in range(self.table.shape[0]):
             rows = self.table[index].index_select(0, input_ids)
             self.outs[index, :tokens].copy_(ctx.mix(index, _inputs(self._method, rows)))
-        return Hidden(self.next_ids.index_select(0, input_ids).unsqueeze(1), {})
+        following = self.next_ids.index_select(0, input_ids).unsqueeze(1)
+        return Hidden(read_rows(following, read), {})
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, 1] int64 -> [rows, ids] float32: the one that follows."""

@@ -9,10 +9,11 @@ from paceline.core.model.config import QKNorm
 from paceline.core.parallel import Parallel
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.attention import StepContext
+from paceline.layers.decoders.decoder_layer import HiddenStream
 from paceline.layers.decoders.prenorm_layer import PreNormLayer
 from paceline.layers.embedding import Embedding, LMHead
 from paceline.layers.mixers.self_attention import SelfAttention
-from paceline.layers.rank_sum import Unsummed, total
+from paceline.layers.rank_sum import total
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
@@ -25,7 +26,6 @@ from paceline.speculate.eagle.layers import (
     Eagle1Layer,
     Eagle3Layer,
     Fusion,
-    HiddenStream,
     head_attention,
 )
 from paceline.speculate.feature_proposer import FeatureHead
@@ -95,13 +95,19 @@ class EagleHead(FeatureHead):
         return fused
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, features: Tensor, ctx: StepContext
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        features: Tensor,
+        ctx: StepContext,
+        read: Tensor | None = None,
     ) -> Tensor:
-        stream: HiddenStream = self.first(input_ids, self._table, features, positions, ctx)
-        delta: Tensor | Unsummed
+        last = len(self.later)
+        rows = read if last == 0 else None
+        stream: HiddenStream = self.first(input_ids, self._table, features, positions, ctx, rows)
+        for index, layer in enumerate(self.later, start=1):
+            stream = layer(*stream, positions, ctx, read if index == last else None)
         delta, residual = stream
-        for layer in self.later:
-            delta = layer(delta, residual, positions, ctx)
         if self.norm is not None and self.config.norm_output:
             normed: Tensor = self.norm.add(delta, residual)
             return normed

@@ -1,7 +1,6 @@
 """What an EAGLE head has that ordinary decoders lack: its first layer, and the fusion of taps."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,21 +11,16 @@ from paceline.core.parallel import Parallel, whole
 from paceline.kernels.eagle_input import HalfNorms, eagle_input
 from paceline.kernels.rms_norm import rms_norm
 from paceline.layers.attention import StepContext
+from paceline.layers.decoders.decoder_layer import HiddenStream
 from paceline.layers.linear import Linear
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
+from paceline.layers.rank_sum import rows_of
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Named, wholly
 from paceline.models.tensor_names import name_attention, name_feed_forward, name_linear
 from paceline.speculate.eagle.config import EagleConfig
-
-
-class HiddenStream(NamedTuple):
-    """A layer's result; the two are not added yet."""
-
-    delta: Tensor  # [tokens, hidden]  the output of the feed-forward block
-    residual: Tensor  # [tokens, hidden]  the stream before it
 
 
 class Fusion(nn.Module):
@@ -99,12 +93,15 @@ class Eagle1Layer(nn.Module):
         features: Tensor,
         positions: Tensor,
         ctx: StepContext,
+        rows: Tensor | None,
     ) -> HiddenStream:
         """input_ids, positions [tokens] int64, table [vocab, hidden], features [tokens, hidden];
-        mutates none of them."""
+        mutates none of them.  rows: as of `DecoderLayer.forward`."""
         both = (F.embedding(input_ids, table), features)
         residual = self.fc(torch.cat(both, dim=-1))
         x = self.attention(residual, positions, ctx)
+        if rows is not None:
+            x, residual = rows_of(x, rows), residual.index_select(0, rows)
         return HiddenStream(self.mlp(self.mlp_norm.add(x, residual)), residual)
 
     def destinations(self, prefix: str) -> Named:
@@ -149,15 +146,18 @@ class Eagle3Layer(nn.Module):
         features: Tensor,
         positions: Tensor,
         ctx: StepContext,
+        rows: Tensor | None,
     ) -> HiddenStream:
         """input_ids, positions [tokens] int64, table [vocab, hidden], features [tokens, hidden];
-        mutates none of them."""
+        mutates none of them.  rows: as of `DecoderLayer.forward`."""
         eps = self.embedding_norm.eps
         norms = HalfNorms(self.embedding_norm.weight, self.feature_norm.weight, eps)
         wide = eagle_input(input_ids, table, features, norms)
         residual = self.attention(wide, positions, ctx)
         if self.norm_before_residual:
             features = torch.chunk(wide, 2, dim=1)[1]
+        if rows is not None:
+            features, residual = features.index_select(0, rows), residual.index_select(0, rows)
         # The sum goes to the attention's output, which is ours: the caller's features stay.
         return HiddenStream(self.mlp(self.mlp_norm.add(features, residual)), residual)
 

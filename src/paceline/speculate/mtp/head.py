@@ -66,10 +66,15 @@ class MtpHead(FeatureHead):
         return hidden
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, features: Tensor, ctx: StepContext
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        features: Tensor,
+        ctx: StepContext,
+        read: Tensor | None = None,
     ) -> Tensor:
         residual = self.fc(self._input(input_ids, features))
-        delta = self.layer(None, residual, positions, ctx)
+        delta, residual = self.layer(None, residual, positions, ctx, read)
         normed: Tensor = self.norm.add(delta, residual)
         return normed
 

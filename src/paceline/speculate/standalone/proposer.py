@@ -43,7 +43,7 @@ class StandaloneProposer(Proposer):
         """Write the KV of what the target computed."""
         view = self._cache.own_view(observed.view)
         context = self._cache.context(view, OBSERVE_PASS)
-        self.model(view.input_ids, view.rope_positions, context)
+        self.model(view.input_ids, view.rope_positions, context, read=observed.last)
 
     def host_plan(self, step: Step) -> None:
         """Every pass of the step."""

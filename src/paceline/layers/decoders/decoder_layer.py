@@ -1,0 +1,64 @@
+"""DecoderLayer: what a decoder stack asks of a layer, in two halves."""
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from paceline.layers.attention import StepContext
+from paceline.layers.rank_sum import Unsummed, rows_of
+
+
+class HiddenStream(NamedTuple):
+    """What a layer hands on; the two are not added yet."""
+
+    delta: Tensor | Unsummed  # [rows, hidden]  of its last block
+    residual: Tensor  # [rows, hidden]  the stream before that
+
+
+class DecoderLayer(nn.Module):
+    """`mix`, in which tokens see each other, then `feed`, a function of each row alone.
+
+    Where few rows are read behind a layer, only these take the second: the others were mixed, and
+    what a cache keeps of them is written.
+    """
+
+    @abstractmethod
+    def mix(
+        self,
+        delta: Tensor | Unsummed | None,
+        residual: Tensor,
+        positions: Tensor,
+        ctx: StepContext,
+    ) -> Tensor | Unsummed:
+        """residual += delta; returns what mixing adds to it, which is not added yet.
+
+        delta, residual [tokens, hidden]; positions as of `CausalLM`.  Mutates residual.
+        """
+
+    @abstractmethod
+    def feed(
+        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
+    ) -> Tensor | Unsummed:
+        """residual += mixed; returns what the feed-forward block adds to it, not added yet.
+
+        mixed, residual [rows, hidden]; rows [rows] int64, which tokens of the step they are; None:
+        all.  Mutates residual.
+        """
+
+    def forward(
+        self,
+        delta: Tensor | Unsummed | None,
+        residual: Tensor,
+        positions: Tensor,
+        ctx: StepContext,
+        rows: Tensor | None = None,
+    ) -> HiddenStream:
+        """Both halves; the second of `rows` alone, which are then what is handed on.
+
+        delta, residual [tokens, hidden]; rows [rows] int64, or None: all.  Mutates residual.
+        """
+        mixed = self.mix(delta, residual, positions, ctx)
+        if rows is not None:
+            mixed, residual = rows_of(mixed, rows), residual.index_select(0, rows)
+        return HiddenStream(self.feed(mixed, residual, ctx, rows), residual)
