@@ -7,10 +7,17 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from paceline.core.parallel import Span, whole
+from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.head_products import head_products
 from paceline.kernels.linear import gated_linear, linear
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts
 from paceline.kernels.moe_route import Routing
+from paceline.kernels.reordered_weight import (
+    Reordered,
+    gains_by_order,
+    reorder,
+    reordered_linear,
+)
 from paceline.kernels.skinny_linear import arrival_counters
 from paceline.layers.weights.parameter import (
     Placement,
@@ -43,6 +50,7 @@ class DenseMatrix(NamedTuple):
     parts: tuple[Span, ...]  # rows of each
     columns: Span
     has_bias: bool  # the layer's; a rank behind the first may hold none of it
+    reordered: Reordered | None  # what is read for `weight`; None: that is read as it is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ class DenseLinear(LinearFormat[DenseMatrix]):
             parts=tuple(parts),
             columns=columns,
             has_bias=bias,
+            reordered=Reordered() if gains_by_order(placement.device, placement.dtype) else None,
         )
 
     def fill(self, weight: DenseMatrix, names: Sequence[str]) -> Named:
@@ -74,10 +83,19 @@ class DenseLinear(LinearFormat[DenseMatrix]):
             named |= without_bias(names, weight.parts, weight.weight.dtype)
         return named
 
+    def finish(self, weight: DenseMatrix) -> None:
+        if weight.reordered is not None:
+            reorder(weight.weight, weight.reordered)
+
     def apply(self, x: Tensor, weight: DenseMatrix) -> Tensor:
+        reordered = weight.reordered and weight.reordered.weight
+        if reordered is not None:
+            return reordered_linear(x, reordered, weight.bias)
         return linear(x, weight.weight, weight.bias, counters=weight.counters)
 
     def apply_gated(self, x: Tensor, weight: DenseMatrix, activation: str) -> Tensor:
+        if weight.reordered is not None:
+            return act_and_mul(self.apply(x, weight), activation)
         return gated_linear(x, weight.weight, weight.bias, activation)
 
 
