@@ -172,6 +172,20 @@ class Engine:
             self.scheduler.check_integrity()
         return list(touched)
 
+    def idle(self) -> bool:
+        """While nothing is to be done: make a graph that a coming turn would stop for.
+
+        Returns whether there was one; takes as long as a capture, and no request may be taken
+        meanwhile.  Raises as `step`.
+        """
+        self._require_whole()
+        assert not self.has_work, "a turn has more to do"
+        try:
+            return self._runner.capture_owed()
+        except BaseException as error:
+            self._failure = error
+            raise
+
     def drain(self) -> None:
         """Abort everything and run what is in flight to its end, unless a turn has failed."""
         for request_id in list(self._trackers):

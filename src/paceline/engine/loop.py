@@ -39,6 +39,8 @@ class Runner(Protocol):
 
     def launch(self, step: Step) -> Launched: ...
 
+    def capture_owed(self) -> bool: ...
+
 
 class Turn(NamedTuple):
     """What one turn hands to the next, and what it brought to requests."""
