@@ -39,6 +39,10 @@ class Runner(Protocol):
 
     def launch(self, step: Step) -> Launched: ...
 
+
+class IdlingRunner(Runner, Protocol):
+    """What an engine needs of it beside."""
+
     def capture_owed(self) -> bool: ...
 
 

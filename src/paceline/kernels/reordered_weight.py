@@ -42,8 +42,9 @@ def reorder(weight: Tensor, into: Reordered) -> None:
     nbytes = torch.ops.mkldnn._nbytes(packed)
     if nbytes != weight.nbytes:
         return
+    # What looks at the memory keeps it.
     memory = (ctypes.c_char * nbytes).from_address(torch.ops.mkldnn.data_ptr(packed))
-    memory.owner = packed  # type: ignore[attr-defined]  lives as long as who looks at it
+    memory.owner = packed
     weight.data = torch.frombuffer(memory, dtype=weight.dtype).view(weight.shape)
     into.weight = packed
 

@@ -88,9 +88,8 @@ class DenseLinear(LinearFormat[DenseMatrix]):
             reorder(weight.weight, weight.reordered)
 
     def apply(self, x: Tensor, weight: DenseMatrix) -> Tensor:
-        reordered = weight.reordered and weight.reordered.weight
-        if reordered is not None:
-            return reordered_linear(x, reordered, weight.bias)
+        if weight.reordered is not None and weight.reordered.weight is not None:
+            return reordered_linear(x, weight.reordered.weight, weight.bias)
         return linear(x, weight.weight, weight.bias, counters=weight.counters)
 
     def apply_gated(self, x: Tensor, weight: DenseMatrix, activation: str) -> Tensor:
