@@ -103,8 +103,11 @@ class DenseRows(NamedTuple):
 
 
 class DenseTable(TableFormat[DenseRows]):
-    def allocate(self, rows: int, columns: int, *, placement: Placement) -> DenseRows:
-        return DenseRows(empty_parameter(rows, columns, placement=placement))
+    def allocate(
+        self, rows: int, columns: int, *, placement: Placement, has_head: bool
+    ) -> DenseRows:
+        empty = empty_matrix if has_head else empty_parameter
+        return DenseRows(empty(rows, columns, placement=placement))
 
     def fill(self, weight: DenseRows, names: Sequence[str]) -> Named:
         (name,) = names
