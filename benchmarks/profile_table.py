@@ -27,7 +27,8 @@ NAMES = (
     ("commit", r"_commit|commit_|_compact_kv|_keep_states|_chain_rows|_pool_rows"),
     ("draft", r"_draft_topk|_grow_tree|_select_tree|_ngram_lookup"),
     ("sample", r"_greedy|argmax|ArgMax|_sample|softmax|MaxNan|MinNan|radix|[Ss]ort"),
-    ("sample", r"_edit(_rows|ed)_kernel|_(best|scores|masses|members|cuts|tokens)_kernel"),
+    ("sample", r"_edit(_rows|ed)_kernel|_(best|scores|masses|members|cuts)_kernel"),
+    ("sample", r"(?<!few)_tokens_kernel"),
     ("route", r"_moe_route|_moe_align"),
     ("experts", r"_gate_up_kernel|_down_kernel|_sum_kernel|_moe_"),
     (

@@ -44,8 +44,8 @@ FUSED_LAYER = [
     ("_decode_kernel", "attention"),
     ("_one_token_kernel", "o"),
     ("_rms_norm_kernel", "norm"),
-    ("_one_token_kernel", "gate_up"),
-    ("_one_token_kernel", "down"),
+    ("_few_tokens_kernel", "gate_up"),
+    ("_few_tokens_kernel", "down"),
 ]
 LAYER_OF_A_RANK = [
     *FUSED_LAYER[1:5],

@@ -68,6 +68,13 @@ def test_rows_may_be_strided(run: object) -> None:
     torch.testing.assert_close(actual, expected(table, features, norms), rtol=1e-6, atol=1e-6)
 
 
+def test_a_cpu_takes_a_table_that_is_stored_by_columns() -> None:
+    table, features, norms = operands(torch.float32)
+    by_columns = table.T.contiguous().T
+    wanted = eagle_input(IDS, table, features, norms)
+    assert torch.equal(eagle_input(IDS, by_columns, features, norms), wanted)
+
+
 def test_a_step_without_tokens_is_empty() -> None:
     table, features, norms = operands(torch.float32)
     assert eagle_input(IDS[:0], table, features[:0], norms).shape == (0, 2 * DIM)
@@ -75,8 +82,8 @@ def test_a_step_without_tokens_is_empty() -> None:
 
 def test_a_bad_argument_is_named_with_what_was_expected() -> None:
     table, features, norms = operands(torch.float32)
-    with pytest.raises(KernelArgumentError, match=r"table must be \[vocab, dim\] with contiguous"):
-        eagle_input(IDS, table.T, features, norms)
+    with pytest.raises(KernelArgumentError, match=r"table must be \[vocab, dim\], on a GPU with"):
+        eagle_input(IDS, table.flatten(), features, norms)
     with pytest.raises(KernelArgumentError, match=r"features must be torch.float32 \[tokens, 72\]"):
         eagle_input(IDS, table, features.bfloat16(), norms)
     with pytest.raises(KernelArgumentError, match=r"input_ids must be int64 \[5\], got int32 \[5"):

@@ -245,6 +245,27 @@ def test_nothing_is_captured_before_the_use_at_which_it_pays(
     assert driver.tokens[2] == tiny.greedy(prompts[2], 5)
 
 
+def test_what_the_next_use_would_capture_is_captured_when_idle(
+    tiny: TinyModel, counts: Counter[str]
+) -> None:
+    policy = CapturePolicy(at_boot=False, on_use=3, when_idle=True)
+    driver = Driver(tiny, capture_policy=policy, sanitize=False)
+    prompts = start(driver, range(1, 3))
+    driver.decode([1, 2], steps=1)
+    assert not driver.runner.capture_owed(), "the next use would be eager"
+    driver.decode([1, 2], steps=1)
+    assert driver.runner.capture_owed()
+    assert not driver.runner.capture_owed(), "one key was used"
+    driver.decode([1, 2], steps=3)
+    assert (counts["capture"], counts["replay"]) == (1, 3)
+    assert driver.tokens[2] == tiny.greedy(prompts[2], 6)
+    patient = CapturePolicy(at_boot=False, on_use=2)
+    other = Driver(tiny, capture_policy=patient, sanitize=False)
+    start(other, range(1, 3))
+    other.decode([1, 2], steps=1)
+    assert not other.runner.capture_owed(), "the policy waits for a use"
+
+
 def test_recorded_graphs_hold_what_the_largest_holds(tiny: TinyModel) -> None:
     driver = Driver(tiny, sanitize=False)
     largest = driver.runner.named_bytes()["graphs"]

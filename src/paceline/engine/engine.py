@@ -12,7 +12,7 @@ from paceline.core.step import PromptPositions, Step
 from paceline.engine.answers.receipt import EngineFacts, ReceiptLog
 from paceline.engine.answers.tracker import Tracker
 from paceline.engine.grammar import Constraint
-from paceline.engine.loop import Launched, Runner, TurnFunction
+from paceline.engine.loop import IdlingRunner, Launched, TurnFunction
 from paceline.engine.request import ALIKE, FinishReason, Request, Share
 from paceline.engine.scheduler import Scheduler
 from paceline.text.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: IdlingRunner,
         tokenizer: Tokenizer | None,
         *,
         turn: TurnFunction,
@@ -60,7 +60,7 @@ class Engine:
         return self.scheduler.has_work or self._in_flight is not None
 
     @property
-    def runner(self) -> Runner:
+    def runner(self) -> IdlingRunner:
         """What launches its steps, for tools that launch their own while nothing runs."""
         return self._runner
 
@@ -171,6 +171,20 @@ class Engine:
         if self._sanitize and not self.has_work:
             self.scheduler.check_integrity()
         return list(touched)
+
+    def idle(self) -> bool:
+        """While nothing is to be done: make a graph that a coming turn would stop for.
+
+        Returns whether there was one; takes as long as a capture, and no request may be taken
+        meanwhile.  Raises as `step`.
+        """
+        self._require_whole()
+        assert not self.has_work, "a turn has more to do"
+        try:
+            return self._runner.capture_owed()
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def drain(self) -> None:
         """Abort everything and run what is in flight to its end, unless a turn has failed."""

@@ -40,6 +40,12 @@ class Runner(Protocol):
     def launch(self, step: Step) -> Launched: ...
 
 
+class IdlingRunner(Runner, Protocol):
+    """What an engine needs of it beside."""
+
+    def capture_owed(self) -> bool: ...
+
+
 class Turn(NamedTuple):
     """What one turn hands to the next, and what it brought to requests."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.kernels._check import reject, require_triton
 from paceline.kernels.custom_op import Run, define_op
 from paceline.kernels.rms_norm import bind_rms_norm, rms_norm_reference
+from paceline.kernels.stand_in import device_type
 
 
 class HalfNorms(NamedTuple):
@@ -80,10 +81,10 @@ _EAGLE_INPUT = define_op(
 def eagle_input(input_ids: Tensor, table: Tensor, features: Tensor, norms: HalfNorms) -> Tensor:
     """Look tokens up, normalise embeddings and features, side by side in a new tensor.
 
-    input_ids: [tokens] int64, each below vocab; table: [vocab, dim]; features: [tokens, dim] in
-    table's dtype, rows contiguous; norms: [dim] each, in the same dtype.  Returns
-    [tokens, 2 * dim].  Mutates nothing.  Graph-safe: the grid depends on shapes only.  Raises
-    KernelArgumentError.
+    input_ids: [tokens] int64, each below vocab; table: [vocab, dim], on a GPU with contiguous
+    rows; features: [tokens, dim] in table's dtype, rows contiguous; norms: [dim] each, in the same
+    dtype.  Returns [tokens, 2 * dim].  Mutates nothing.  Graph-safe: the grid depends on shapes
+    only.  Raises KernelArgumentError.
     """
     _check(input_ids, table, features, norms)
     tokens, dim = features.shape
@@ -93,10 +94,11 @@ def eagle_input(input_ids: Tensor, table: Tensor, features: Tensor, norms: HalfN
 
 
 def _check(input_ids: Tensor, table: Tensor, features: Tensor, norms: HalfNorms) -> None:
-    if table.dim() != 2 or table.stride(1) != 1:
+    needs_rows = device_type(table.device) != "cpu"  # there torch looks up in any order
+    if table.dim() != 2 or (needs_rows and table.stride(1) != 1):
         reject(
             "table",
-            expected="[vocab, dim] with contiguous rows",
+            expected="[vocab, dim], on a GPU with contiguous rows",
             got=table,
             remedy="pass the embedding's weight as it is stored",
         )

@@ -35,10 +35,12 @@ class Embedding(nn.Module):
         *,
         scale: float | None,
         placement: Placement,
+        has_head: bool = False,
     ) -> None:
+        """has_head: a language-model head multiplies with the table, too."""
         super().__init__()
         format_ = placement.formats.embedding
-        weight = format_.allocate(vocab_size, hidden_size, placement=placement)
+        weight = format_.allocate(vocab_size, hidden_size, placement=placement, has_head=has_head)
         self.held = hold(self, format_, weight)
         self.scale = scale
 

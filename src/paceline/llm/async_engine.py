@@ -84,7 +84,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         while self._followed.has_work or not self._is_ending:
-            self._obey(wait=not self._followed.has_work)
+            self._obey(wait=self._followed.idles())
             if self._followed.has_work:
                 self._tell_of(self._followed.turn())
 

@@ -35,6 +35,12 @@ class Followed:
         """Whether a turn would do anything."""
         return self._llm.engine.has_work
 
+    def idles(self) -> bool:
+        """Whether nothing is to be done, not even a graph to be made ready: one is, if there is
+        any, and who calls can look for requests before the next."""
+        engine = self._llm.engine
+        return not engine.has_work and not engine.idle()
+
     def submit(self, number: int, admitted: Sequence[AdmittedPrompt], *, stream: bool) -> None:
         """Queue the prompts of a ticket, all or none.  stream: tell of them while they run.
         Raises RequestError."""

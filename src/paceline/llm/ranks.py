@@ -316,6 +316,10 @@ class LeadingRunner:
             self._ranks.end(error)
             raise
 
+    def capture_owed(self) -> bool:
+        """Never: the other ranks hear of steps alone, and capture what these say."""
+        return False
+
 
 class LeadingStep:
     """A launched step that counts if all ranks have run it; see engine.loop.Launched."""

@@ -97,7 +97,13 @@ def build_mllama(
         return PreNormLayer(config, attention, parallel=parallel, placement=placement)
 
     decoder = Decoder(
-        Embedding(config.vocab_size, config.hidden_size, scale=None, placement=placement),
+        Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            scale=None,
+            placement=placement,
+            has_head=config.tie_word_embeddings,
+        ),
         [layer(index) for index in range(config.num_layers)],
         hidden_norm(config, placement),
         named=_name_layer,

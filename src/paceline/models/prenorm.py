@@ -56,6 +56,7 @@ def build_prenorm(
             config.hidden_size,
             scale=embedding_scale if config.multipliers is None else config.multipliers.embedding,
             placement=placement,
+            has_head=config.tie_word_embeddings,
         )
     if config.qk_norm is QKNorm.ROW:
         attention = RowNormedAttention

@@ -45,6 +45,7 @@ def build_sandwich(
         config.hidden_size,
         scale=root_scale(config.hidden_size, dtype),
         placement=placement,
+        has_head=config.tie_word_embeddings,
     )
     decoder = Decoder(embedding, layers, hidden_norm(config, placement), named=name_sandwich)
     return CausalLM(config, decoder, parallel=parallel, placement=placement)

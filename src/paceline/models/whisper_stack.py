@@ -69,7 +69,13 @@ class WhisperDecoder(nn.Module):
     def __init__(self, config: ModelConfig, *, parallel: Parallel, placement: Placement) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.embedding = Embedding(config.vocab_size, hidden, scale=None, placement=placement)
+        self.embedding = Embedding(
+            config.vocab_size,
+            hidden,
+            scale=None,
+            placement=placement,
+            has_head=config.tie_word_embeddings,
+        )
         # [positions, hidden]
         self.positions = empty_parameter(config.position_rows, hidden, placement=placement)
         self.layers = nn.ModuleList(

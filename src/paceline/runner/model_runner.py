@@ -144,6 +144,15 @@ class ModelRunner:
             self._stream.run(lambda: outputs.receive_prompt(program.prompt_logprobs))
         return self._receive(step, size, kind)
 
+    def capture_owed(self) -> bool:
+        """Capture one graph that a coming step would, while nothing runs; whether there was one.
+        Takes as long as a capture, during which no step can be launched."""
+        key = None if self._graphs is None else self._graphs.owed()
+        if key is None:
+            return False
+        self._capture(key, warm_up=False)
+        return True
+
     def _write_encoder(self, row: int, given: EncoderInput) -> None:
         """What a request brings for its encoder, into the pages that it has been given."""
         parts = self._parts

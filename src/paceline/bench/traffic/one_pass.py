@@ -59,6 +59,8 @@ def run_pass(llm: LLM, log: TurnLog, arrivals: Sequence[Arrival], *, name: str) 
     turns: list[TimedTurn] = []
     while engine.has_work:  # of requests that have ended: those of boot, say
         engine.step()
+    while engine.idle():  # as a server between two loads
+        pass
     began = time.perf_counter()
     with Progress(name, len(arrivals), unit="request") as bar:
         while due or engine.has_work:

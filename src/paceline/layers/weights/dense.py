@@ -7,10 +7,17 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from paceline.core.parallel import Span, whole
+from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.head_products import head_products
 from paceline.kernels.linear import gated_linear, linear
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts
 from paceline.kernels.moe_route import Routing
+from paceline.kernels.reordered_weight import (
+    Reordered,
+    gains_by_order,
+    reorder,
+    reordered_linear,
+)
 from paceline.kernels.skinny_linear import arrival_counters
 from paceline.layers.weights.parameter import (
     Placement,
@@ -43,6 +50,7 @@ class DenseMatrix(NamedTuple):
     parts: tuple[Span, ...]  # rows of each
     columns: Span
     has_bias: bool  # the layer's; a rank behind the first may hold none of it
+    reordered: Reordered | None  # what is read for `weight`; None: that is read as it is stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ class DenseLinear(LinearFormat[DenseMatrix]):
             parts=tuple(parts),
             columns=columns,
             has_bias=bias,
+            reordered=Reordered() if gains_by_order(placement.device, placement.dtype) else None,
         )
 
     def fill(self, weight: DenseMatrix, names: Sequence[str]) -> Named:
@@ -74,10 +83,18 @@ class DenseLinear(LinearFormat[DenseMatrix]):
             named |= without_bias(names, weight.parts, weight.weight.dtype)
         return named
 
+    def finish(self, weight: DenseMatrix) -> None:
+        if weight.reordered is not None:
+            reorder(weight.weight, weight.reordered)
+
     def apply(self, x: Tensor, weight: DenseMatrix) -> Tensor:
+        if weight.reordered is not None and weight.reordered.weight is not None:
+            return reordered_linear(x, weight.reordered.weight, weight.bias)
         return linear(x, weight.weight, weight.bias, counters=weight.counters)
 
     def apply_gated(self, x: Tensor, weight: DenseMatrix, activation: str) -> Tensor:
+        if weight.reordered is not None:
+            return act_and_mul(self.apply(x, weight), activation)
         return gated_linear(x, weight.weight, weight.bias, activation)
 
 
@@ -86,8 +103,11 @@ class DenseRows(NamedTuple):
 
 
 class DenseTable(TableFormat[DenseRows]):
-    def allocate(self, rows: int, columns: int, *, placement: Placement) -> DenseRows:
-        return DenseRows(empty_parameter(rows, columns, placement=placement))
+    def allocate(
+        self, rows: int, columns: int, *, placement: Placement, has_head: bool
+    ) -> DenseRows:
+        empty = empty_matrix if has_head else empty_parameter
+        return DenseRows(empty(rows, columns, placement=placement))
 
     def fill(self, weight: DenseRows, names: Sequence[str]) -> Named:
         (name,) = names

@@ -168,7 +168,10 @@ class TableFormat(WeightFormat[Weight]):
     """Of the token embedding, which a language-model head may share."""
 
     @abstractmethod
-    def allocate(self, rows: int, columns: int, *, placement: "Placement") -> Weight: ...
+    def allocate(
+        self, rows: int, columns: int, *, placement: "Placement", has_head: bool
+    ) -> Weight:
+        """has_head: each step calls `project`, which reads all of it, beside `apply`."""
 
     @abstractmethod
     def apply(self, ids: Tensor, weight: Weight) -> Tensor:

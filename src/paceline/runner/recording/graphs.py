@@ -166,9 +166,10 @@ class CapturePolicy:
 
     at_boot: bool  # the largest of each shape; they size the reserve
     on_use: int  # any other key, at least 2: eager before, which loads what a capture launches
+    when_idle: bool = False  # one that its next use would capture, while nothing else is to be done
 
 
-AHEAD = CapturePolicy(at_boot=True, on_use=2)
+AHEAD = CapturePolicy(at_boot=True, on_use=2, when_idle=True)
 # A recording costs as much as 8 to 15 of its replays save: decision 035.
 ONCE_IT_PAYS = CapturePolicy(at_boot=False, on_use=8)
 # The reserve of CUDA graphs, as a multiple of the largest, whose storage the others share: once
@@ -225,16 +226,37 @@ class GraphStore:
         self._uses[key] = self._uses.get(key, 0) + 1
         if self._uses[key] < self.policy.on_use or key in self._too_large:
             return False
+        if self._fits(key):
+            return True
+        left = self.bytes_reserved - self._bytes
+        self._stays_eager(
+            key,
+            f"needs about {self._estimate(key)} bytes, {left} of {self.bytes_reserved} left",
+        )
+        return False
+
+    def owed(self) -> GraphKey | None:
+        """A key that its next use would capture, where the policy takes such when idle."""
+        if not self.policy.when_idle:
+            return None
+        last = self.policy.on_use - 1
+        return next(
+            (
+                key
+                for key, uses in self._uses.items()
+                if uses == last and key not in self._graphs and self._may_keep(key)
+            ),
+            None,
+        )
+
+    def _may_keep(self, key: GraphKey) -> bool:
+        return key not in self._too_large and self._fits(key)
+
+    def _fits(self, key: GraphKey) -> bool:
+        """Whether the reserve has room for it."""
         if self._reserve_factor is None or self._is_covered(key):
             return True
-        estimate = self._estimate(key)
-        if self._bytes + estimate > self.bytes_reserved:
-            left = self.bytes_reserved - self._bytes
-            self._stays_eager(
-                key, f"needs about {estimate} bytes, {left} of {self.bytes_reserved} left"
-            )
-            return False
-        return True
+        return self._bytes + self._estimate(key) <= self.bytes_reserved
 
     def capture(self, key: GraphKey, function: Callable[[], None]) -> Graph | None:
         """Capture `function` and keep its graph; None when it is too large to keep.

@@ -126,10 +126,12 @@ class _Recording:
 
 
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among `values` and in lists among them."""
+    """The tensors among `values` and in lists among them, but for weights in an order of oneDNN's,
+    which have no storage and stay where they are."""
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            if not value.is_mkldnn:
+                yield value
         elif isinstance(value, list | tuple):
             yield from tensors_among(value)
 

@@ -104,7 +104,7 @@ class Host:
     def _serve(self) -> None:
         while self.followed.has_work or not self._is_leaving:
             self._tell()
-            self._hear(wait=not self.followed.has_work)
+            self._hear(wait=self.followed.idles())
             self._take_formed()
             self._outbox.send()  # who was accepted need not wait for a turn
             if self.followed.has_work:
