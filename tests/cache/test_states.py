@@ -155,6 +155,16 @@ def test_a_hit_that_is_locked_already_takes_no_room_from_the_next():
     assert cache.admit("c", list(range(20)), reserve_to=20) is not None
 
 
+def test_no_state_goes_while_slots_are_free():
+    cache = make_cache(num_slots=4)
+    first = Run(cache, "a", list(range(20)))
+    first.step(8)
+    first.leave()
+    for index in range(2):
+        assert cache.admit(f"c{index}", [50 + index] * 9, reserve_to=9) is not None
+        assert cached_len(cache, list(range(20))) == 8
+
+
 def test_of_two_who_compute_one_prefix_the_second_gives_its_state_back():
     cache = make_cache()
     runs = [Run(cache, name, list(range(20))) for name in "ab"]
