@@ -10,7 +10,7 @@ from paceline.attention.states import StateLimits
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import GroupView, StepView
 
-SHAPE = LinearShape(key_heads=1, value_heads=1, key_dim=2, value_dim=2, conv_width=3)
+SHAPE = LinearShape(key_heads=1, value_heads=2, key_dim=2, value_dim=2, conv_width=3)
 
 
 def planned(lens: list[int], *, longest: int) -> LinearPlan:
@@ -42,7 +42,7 @@ def planned(lens: list[int], *, longest: int) -> LinearPlan:
     limits = StateLimits(
         device=torch.device("cpu"),
         dtype=torch.float32,
-        num_layers=1,
+        num_layers=3,
         parts={part.name: part.shape for part in SHAPE.parts},
         max_reqs=len(lens),
         max_tokens=num,
@@ -52,7 +52,8 @@ def planned(lens: list[int], *, longest: int) -> LinearPlan:
 
 
 @pytest.mark.parametrize(
-    ("lens", "size"), [([512], 64), ([40, 30, 1, 9], 32), ([3, 1], 16), ([65, 65], 64)]
+    ("lens", "size"),
+    [([512], 64), ([40, 24], 32), ([40, 26], 64), ([40, 30, 1, 9], 32), ([3, 1], 16)],
 )
 def test_a_step_is_cut_into_chunks_of_one_size(lens: list[int], size: int) -> None:
     chunks = planned(lens, longest=max(lens)).chunks
@@ -71,4 +72,6 @@ def test_a_step_is_cut_into_chunks_of_one_size(lens: list[int], size: int) -> No
 
 @pytest.mark.parametrize("lens", [[1], [1, 1, 1], [3, 3], [64, 64]])
 def test_as_many_rows_of_each_request_are_a_chunk_of_each(lens: list[int]) -> None:
-    assert planned(lens, longest=lens[0]).chunks is None
+    plan = planned(lens, longest=lens[0])
+    assert plan.chunks is None
+    assert plan.shape == SHAPE
