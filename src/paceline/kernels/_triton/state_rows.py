@@ -62,7 +62,7 @@ def _state_rows_kernel(
     dims = tl.arange(0, BLOCK_K)
     cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     is_dim, is_col = dims < KEY_DIM, cols < VALUE_DIM
-    in_slot = (head * KEY_DIM + dims)[:, None] * VALUE_DIM + cols[None, :]
+    in_slot = (head * KEY_DIM + dims).to(tl.int64)[:, None] * VALUE_DIM + cols[None, :]
     of_slot = heads * KEY_DIM * VALUE_DIM
     is_state = is_dim[:, None] & is_col[None, :]
     state = tl.load(
