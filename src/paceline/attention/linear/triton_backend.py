@@ -134,9 +134,9 @@ def extend_heads(
     shape, tokens = plan.shape, rows.shape[0]
     if isinstance(plan, StepPlan):
         out = rows.new_empty((tokens, shape.value_heads, shape.value_dim))
-        given = StepInputs(rows, weight, bias, layer.parts[CONV], plan.slots)
+        step = StepInputs(rows, weight, bias, layer.parts[CONV], plan.slots)
         state_step(
-            given,
+            step,
             channels,
             rates,
             layer.parts[STATE],
