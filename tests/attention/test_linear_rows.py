@@ -53,7 +53,14 @@ def planned(lens: list[int], *, longest: int) -> LinearPlan:
 
 @pytest.mark.parametrize(
     ("lens", "size"),
-    [([512], 64), ([40, 24], 32), ([40, 26], 64), ([40, 30, 1, 9], 32), ([3, 1], 16)],
+    [
+        ([512], 64),
+        ([40, 24], 32),
+        ([40, 26], 64),
+        ([40, 30, 1, 9], 32),
+        ([3, 1], 16),
+        ([65, 65], 64),
+    ],
 )
 def test_a_step_is_cut_into_chunks_of_one_size(lens: list[int], size: int) -> None:
     chunks = planned(lens, longest=max(lens)).chunks

@@ -241,6 +241,34 @@ def test_a_tree_is_kept_and_its_path_committed(delta: bool) -> None:
     assert torch.equal(window[[3, 2]], windows)
 
 
+def test_a_commit_moves_windows_by_as_many_rows_as_last() -> None:
+    """Windows of three of 5 channels; paths of none, one, two and four rows, not the first ones."""
+    reqs, size, channels, width = 4, 5, 5, 3
+    slots = torch.tensor([[1, 1, 0], [0, 2, 0], [6, 3, 0], [4, 4, 0]], dtype=torch.int32)
+    state, window = torch.zeros(7, 1, 2, 2), noise(7, channels, width)
+    window[0] = torch.nan
+    inputs, held = noise(reqs * size, channels), window.clone()
+    held[0] = 0.0
+    path = torch.tensor([[0, 1, 2, 3], [2, 0, 0, 0], [1, 3, 9, 9], [0, 2, 3, 4]])
+    num_kept = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+    commit_states(
+        state,
+        window,
+        slots,
+        k=torch.zeros(reqs * size, 1, 2),
+        u=torch.zeros(reqs * size, 1, 2),
+        summed=torch.zeros(reqs * size, 1),
+        inputs=inputs,
+        path=path,
+        num_kept=num_kept,
+    )
+    for req, (read, written, _) in enumerate(slots.tolist()):
+        rows = inputs[req * size + path[req, : num_kept[req]]]
+        wanted = torch.cat((held[read], rows.mT), dim=1)[:, -width:]
+        assert torch.equal(window[written], wanted)
+    assert torch.equal(window[5:], held[5:])
+
+
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [16, 64])

@@ -356,7 +356,11 @@ TARGETS = (
         Killers(_cells("torch", *_STATES), _ROUND_TESTS),
     ),
     Target("kernels/_triton/commit_states.py", (), Killers((), _STATE_KERNEL_TESTS)),
-    Target("kernels/_triton/state_parts.py", (), Killers((), _STATE_KERNEL_TESTS)),
+    Target(
+        "kernels/_triton/state_parts.py",
+        ("slots_of", "write_window"),
+        Killers((), _STATE_KERNEL_TESTS),
+    ),
     Target(
         "kernels/keep_states.py",
         ("keep_states_reference",),
