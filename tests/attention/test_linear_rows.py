@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.attention.linear.rows import LinearPlan, linear_buffers, plan_rows
+from paceline.attention.backends.gdn_triton import TritonGdn
+from paceline.attention.linear import triton_backend
+from paceline.attention.linear.rows import LinearBuffers, LinearPlan, linear_buffers, plan_rows
 from paceline.attention.linear.shape import LinearShape
 from paceline.attention.states import StateLimits
 from paceline.core.modes import MaskKind
@@ -13,8 +15,8 @@ from paceline.kernels.step_view import GroupView, StepView
 SHAPE = LinearShape(key_heads=1, value_heads=2, key_dim=2, value_dim=2, conv_width=3)
 
 
-def planned(lens: list[int], *, longest: int) -> LinearPlan:
-    """The plan of requests of so many rows, in buffers that hold them and no more."""
+def step_of(lens: list[int], *, longest: int) -> tuple[StepView, GroupView, LinearBuffers]:
+    """Requests of so many rows, in buffers that hold them and no more."""
     each, num = torch.tensor(lens, dtype=torch.int32), sum(lens)
     req_ids = torch.arange(len(lens)).repeat_interleave(each)
     starts = torch.nn.functional.pad(each.cumsum(0), (1, 0)).int()
@@ -48,7 +50,11 @@ def planned(lens: list[int], *, longest: int) -> LinearPlan:
         max_tokens=num,
         max_round_tokens=0,
     )
-    return plan_rows(view, group, linear_buffers(limits), is_round=False)
+    return view, group, linear_buffers(limits)
+
+
+def planned(lens: list[int], *, longest: int) -> LinearPlan:
+    return plan_rows(*step_of(lens, longest=longest), is_round=False)
 
 
 @pytest.mark.parametrize(
@@ -82,3 +88,18 @@ def test_as_many_rows_of_each_request_are_a_chunk_of_each(lens: list[int]) -> No
     plan = planned(lens, longest=lens[0])
     assert plan.chunks is None
     assert plan.shape == SHAPE
+
+
+def test_decodes_of_few_requests_derive_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "MOST_STEP_VALUES", 2 * SHAPE.value_size)
+    backend = TritonGdn()
+
+    def plan(lens: list[int], *, is_round: bool = False) -> object:
+        return backend.plan(*step_of(lens, longest=lens[0]), is_round=is_round)
+
+    found = plan([1, 1])
+    assert isinstance(found, triton_backend.StepPlan)
+    assert found.shape == SHAPE
+    assert isinstance(plan([1, 1, 1]), LinearPlan)
+    assert isinstance(plan([2, 2]), LinearPlan)
+    assert isinstance(plan([1, 1], is_round=True), LinearPlan)

@@ -1,8 +1,8 @@
 """What the Triton backends of linear attention share: all but how inputs become rows.
 
-Buffers are torch's, and the plan is but for decodes (linear/rows.py).  A layer's decode is one
-launch, `state_step`.  All else is two: `state_inputs` convolves, and one kernel reads and writes
-states and windows, or keeps what a round's commit needs.
+Buffers are torch's, and so is the plan, but of decodes of a few requests (linear/rows.py): a layer
+of these is one launch, `state_step`.  All else is two: `state_inputs` convolves, and one kernel
+reads and writes states and windows, or keeps what a round's commit needs.
 """
 
 from dataclasses import dataclass
@@ -39,6 +39,8 @@ from paceline.kernels.step_view import GroupView, StepView
 MOST_KEY_DIM = 256  # rows of a state that a program holds in registers
 MOST_KEY_BYTES = 512  # of a key: chunks of 64 rows of larger ones take 101 to 168 KiB of shared
 # memory, where many GPUs have 99 (benchmarks/state_chunks_memory.py)
+MOST_STEP_VALUES = 131_071  # of all requests: of more, states alone fill the GPU, and two kernels,
+# of which one convolves once, are faster (decision 113)
 MOST_ROUND_ROWS = 64  # of a request, whose products with one another it holds too
 
 
@@ -86,9 +88,11 @@ class TritonLinear(StateBackend[LinearBuffers, LinearPlan | StepPlan, Inputs]):
     def plan(
         self, view: StepView, group: GroupView, buffers: LinearBuffers, *, is_round: bool
     ) -> LinearPlan | StepPlan:
-        if is_round or view.max_extend_len > 1 or view.padded_tokens != view.padded_reqs:
-            return plan_rows(view, group, buffers, is_round=is_round)
-        return StepPlan(shape=shape_of(buffers), slots=group.page_table, arrived=buffers.arrived)
+        shape, reqs = shape_of(buffers), view.padded_reqs
+        is_step = not is_round and view.padded_tokens == reqs and view.max_extend_len == 1
+        if is_step and reqs * shape.value_size <= MOST_STEP_VALUES:
+            return StepPlan(shape=shape, slots=group.page_table, arrived=buffers.arrived)
+        return plan_rows(view, group, buffers, is_round=is_round)
 
     def commit(
         self,

@@ -17,9 +17,9 @@ from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels._triton.state_parts import slots_of
 
 # (columns of a program's states, warps) where programs are many and where they are few; the fastest
-# on an H200.
-_WIDE, _NARROW = (64, 4), (16, 1)
-_MANY_PROGRAMS = 2048  # wide ones: from there on they fill a GPU several times
+# on an H200 of 16 to 128 columns and 1 to 8 warps.
+_WIDE, _NARROW = (64, 2), (32, 1)
+_MANY_PROGRAMS = 256  # wide ones: two for each processor
 
 
 @triton.jit
