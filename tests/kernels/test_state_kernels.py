@@ -241,23 +241,26 @@ def test_a_tree_is_kept_and_its_path_committed(delta: bool) -> None:
     assert torch.equal(window[[3, 2]], windows)
 
 
-def test_a_commit_moves_windows_by_as_many_rows_as_last() -> None:
-    """Windows of three of 5 channels; paths of none, one, two and four rows, not the first ones."""
-    reqs, size, channels, width = 4, 5, 5, 3
+def test_a_commit_takes_as_many_rows_as_last() -> None:
+    """Two key heads, two tiles of columns, windows of three of 13 channels; paths of none, one, two
+    and four rows, not the first ones."""
+    reqs, size, channels, width, value_dim = 4, 5, 13, 3, 66
     slots = torch.tensor([[1, 1, 0], [0, 2, 0], [6, 3, 0], [4, 4, 0]], dtype=torch.int32)
-    state, window = torch.zeros(7, 1, 2, 2), noise(7, channels, width)
-    window[0] = torch.nan
-    inputs, held = noise(reqs * size, channels), window.clone()
-    held[0] = 0.0
+    state, window = noise(7, 4, 3, value_dim), noise(7, channels, width)
+    inputs, held, states = noise(reqs * size, channels), window.clone(), state.clone()
+    for part, was in ((state, states), (window, held)):
+        part[0], was[0] = torch.nan, 0.0
+    k, u = noise(reqs * size, 2, 3), noise(reqs * size, 4, value_dim)
+    summed = -noise(reqs * size, 4).abs()
     path = torch.tensor([[0, 1, 2, 3], [2, 0, 0, 0], [1, 3, 9, 9], [0, 2, 3, 4]])
     num_kept = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
     commit_states(
         state,
         window,
         slots,
-        k=torch.zeros(reqs * size, 1, 2),
-        u=torch.zeros(reqs * size, 1, 2),
-        summed=torch.zeros(reqs * size, 1),
+        k=k,
+        u=u,
+        summed=summed,
         inputs=inputs,
         path=path,
         num_kept=num_kept,
@@ -267,6 +270,12 @@ def test_a_commit_moves_windows_by_as_many_rows_as_last() -> None:
         wanted = torch.cat((held[read], rows.mT), dim=1)[:, -width:]
         assert torch.equal(window[written], wanted)
     assert torch.equal(window[5:], held[5:])
+    rows = (each.unflatten(0, (reqs, size)) for each in (k, u, summed))
+    wanted = commit_states_reference(
+        states[slots[:, 0].long()], *rows, path=path.clamp(max=size - 1), num_kept=num_kept
+    )
+    near(state[slots[:, 1].long()], wanted)
+    assert torch.equal(state[5:], states[5:])
 
 
 @BOTH
