@@ -36,7 +36,10 @@ NAMES = (
         r"_decode_kernel|_extend_kernel|_merge_partials|_merge_kernel|[Aa]ttention|flash|fmha",
     ),
     ("latents", r"_head_products_kernel|_latent_rows_kernel|_prefix_rows_kernel"),
-    ("states", r"_state_(inputs|rows|chunks)_kernel|_(solve_chunks|decay_rates|gated_norm)_kernel"),
+    (
+        "states",
+        r"_state_(inputs|rows|step|chunks)_kernel|_(solve_chunks|decay_rates|gated_norm)_kernel",
+    ),
     ("norm", r"norm"),
     ("rope", r"rope|write_kv|rotary"),
     ("act", r"act_and_mul|silu|gelu"),

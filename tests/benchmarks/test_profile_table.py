@@ -105,8 +105,17 @@ DRAFT_PASS = [  # of a drafter with a layer and a head of its own
     ("_draft_topk_rows_kernel", "draft"),
     ("_grow_tree_kernel", "draft"),
 ]
+STATE_LAYER = [  # of a model that keeps states alone
+    ("_rms_norm_kernel", "norm"),
+    ("_one_token_kernel", "qkv"),
+    ("_decay_rates_kernel", "states"),
+    ("_state_step_kernel", "states"),
+    ("_gated_norm_kernel", "states"),
+    ("_one_token_kernel", "o"),
+]
 LAYERS = [
     LAYER,
+    STATE_LAYER,
     FUSED_LAYER,
     LAYER_OF_A_RANK,
     SEPARATE_QK_NORM_LAYER,
@@ -297,3 +306,19 @@ def test_rows_have_times_and_shares():
     text = show(rows)
     assert text.splitlines()[1].startswith("qkv")
     assert "other" in text
+
+
+def test_layers_of_states_are_read_and_written_and_have_two_products():
+    """Of Mamba-2 2.7B: a state of 80 heads of 64 x 128 in float32, a window of 3 rows."""
+    config = parse_config(locate("mamba2-2.7b").config)
+    work = Work(
+        phase="decode", requests=2, tokens=2, kv_len=9, dtype="bfloat16", kv_dtype="bfloat16"
+    )
+    moved = role_bytes(config, work)
+    assert moved["states"] == 64 * 2 * 2 * (80 * 64 * 128 * 4 + 5376 * 3 * 2)
+    assert moved["attention"] == 0
+    inner, wide = 2560, 5120 + 5376 + 80
+    assert moved["qkv"] == 64 * 2 * (inner * wide + 2 * (inner + wide))
+    assert moved["o"] == 64 * 2 * (5120 * inner + 2 * (5120 + inner))
+    limit = step_limit_us(config, work, bandwidth=1e12, flops=None)
+    assert limit == pytest.approx(5.4e3 + moved["states"] / 1e6, rel=0.01)

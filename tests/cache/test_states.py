@@ -135,6 +135,90 @@ def test_the_slot_of_a_hit_is_not_evicted_before_the_step_that_reads_it_has_reti
     cache.check_integrity()
 
 
+def test_the_state_of_a_hit_is_no_room_for_who_starts_from_it():
+    cache = make_cache(num_slots=3)  # two to give
+    first = Run(cache, "a", list(range(20)))
+    first.step(8)
+    first.leave()
+    second = Run(cache, "b", list(range(20)), epoch=first.epoch)
+    second.step(4)  # its rows of the hit are locked, the state of it no longer
+    assert cache.admit("c", list(range(20)), reserve_to=20) is None
+    assert cached_len(cache, list(range(20))) == 8
+
+
+def test_a_hit_that_is_locked_already_takes_no_room_from_the_next():
+    cache = make_cache(num_slots=4)
+    first = Run(cache, "a", list(range(20)))
+    first.step(8)
+    first.leave()
+    Run(cache, "b", list(range(20)), epoch=first.epoch)
+    assert cache.admit("c", list(range(20)), reserve_to=20) is not None
+
+
+def test_no_state_goes_while_slots_are_free():
+    cache = make_cache(num_slots=4)
+    first = Run(cache, "a", list(range(20)))
+    first.step(8)
+    first.leave()
+    for index in range(2):
+        assert cache.admit(f"c{index}", [50 + index] * 9, reserve_to=9) is not None
+        assert cached_len(cache, list(range(20))) == 8
+
+
+def test_of_two_who_compute_one_prefix_the_second_gives_its_state_back():
+    cache = make_cache()
+    runs = [Run(cache, name, list(range(20))) for name in "ab"]
+    for run in runs:
+        run.epoch = max(each.epoch for each in runs)
+        run.step(8)
+    stats = cache.stats().groups[STATE]
+    assert (stats.owned, stats.cached, stats.free) == (2, 1, 4)
+
+
+def test_a_state_waits_until_all_tokens_before_it_are_known():
+    cache = make_cache()
+    run = Run(cache, "a", list(range(6)))  # the host lags behind what is computed
+    run.step(8)
+    assert cached_len(cache, list(range(20))) == 0
+    run.tokens = list(range(20))
+    run.step(4)
+    assert cached_len(cache, list(range(20))) == 8
+
+
+def test_a_state_behind_a_page_that_was_offered_before_is_free_again():
+    cache = make_cache()
+    run = Run(cache, "a", list(range(20)))
+    run.step(8)
+    (group,), (held,) = cache._states, cache._entries["a"].states
+    (slot,) = group.pool.reserve(1)
+    group.pool.mark_written([slot], run.epoch)
+    held.landed[1] = slot
+    run.step(8)
+    assert cache.stats().groups[STATE].free == 7 - 3  # its own, and two that were kept
+
+
+def test_who_left_holds_nothing():
+    cache = make_cache()
+    first = Run(cache, "a", list(range(20)))
+    first.step(8)
+    second = Run(cache, "b", list(range(20)), epoch=first.epoch)
+    (held,) = cache._entries["b"].states
+    cache.slots("b", least=16, most=16, epoch=second.epoch + 1)
+    held.landed[3] = held.taken.pop(second.epoch + 1)
+    cache.slots("b", least=24, most=24, epoch=second.epoch + 2)
+    assert (held.num_private, len(held.locked)) == (3, 1)
+    second.leave()
+    assert (held.num_private, held.locked) == (0, [])
+
+
+@pytest.mark.parametrize("every", [PAGE, EVERY])
+def test_a_state_behind_the_first_page_is_found(every):
+    cache = CacheManager([full_spec(), state_spec(every)], [65, 8], max_extend_len=16)
+    run = Run(cache, "a", list(range(20)))
+    run.step(every, state_len=every)
+    assert cached_len(cache, list(range(20))) == every
+
+
 def test_a_step_that_may_end_on_a_boundary_has_a_slot_and_gives_it_back_unused():
     cache = make_cache()
     run = Run(cache, "a", list(range(40)))

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
     ("what", "reqs", "rows"),
     [
         ("decode", 3, 1),
+        ("decode", 40, 1),
         ("commit", 3, 8),
         ("prefill", 2, 17),
         ("prefill", 2, 65),

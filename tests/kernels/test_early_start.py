@@ -18,10 +18,12 @@ WAIT = "wait_for_inputs"
 WRITES = {"store", "atomic_add", "atomic_max", "atomic_cas", "atomic_xchg"}
 # Language and address arithmetic: neither reads nor writes memory.
 HARMLESS = {"arange", "cdiv", "full", "minimum", "maximum", "num_programs", "program_id", "to"}
-HARMLESS |= {"cast", "zeros", "let_next_start", "slots_of", "static_range", "where"}
+HARMLESS |= {"cast", "zeros", "zeros_like", "let_next_start", "slots_of", "static_range", "where"}
 WEIGHTS = {"weight_ptr", "bias_ptr"}
-# Of kernels that stand behind `state_inputs`, see launch.py: what was written before it.
+# Of kernels that stand behind one of SETTLING, see launch.py: what was written before it.
+SETTLING = ("state_inputs._state_inputs_kernel", "decay_rates._decay_rates_kernel")
 SETTLED = {
+    "state_step._state_step_kernel": {"state_ptr", "slots_ptr", "window_ptr"},
     "state_rows._state_rows_kernel": {"state_ptr", "slots_ptr"},
     "commit_states._commit_states_kernel": {"state_ptr", "slots_ptr"},
 }
@@ -71,8 +73,9 @@ def names_in(*nodes: ast.AST) -> set[str]:
 
 
 def pointers_read(call: ast.Call, body: list[ast.stmt]) -> set[str]:
-    """Arguments that a load's address is made of, through the assignments before it."""
-    names = names_in(call.args[0])
+    """Arguments that a load's address, or all that a helper is given, is made of, through the
+    assignments before it."""
+    names = names_in(call.args[0]) if called(call) == "load" else names_in(*call.args)
     for statement in reversed(body):
         for node in ast.walk(statement):
             if isinstance(node, ast.Assign) and names_in(*node.targets) & names:
@@ -83,7 +86,7 @@ def pointers_read(call: ast.Call, body: list[ast.stmt]) -> set[str]:
 @cache
 def helpers() -> dict[str, str]:
     """Functions that kernels may call before they wait -> what such a call is: "load", of weights
-    alone, or "to", of nothing."""
+    and of what may be settled, or "to", of nothing."""
     found: dict[str, str] = {}
     functions = [
         node
@@ -95,7 +98,8 @@ def helpers() -> dict[str, str]:
         calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
         reads = [pointers_read(each, function.body) for each in calls if called(each) == "load"]
         others = {called(each) for each in calls} - HARMLESS - {"load", "jit"}
-        if not others and all(pointers and pointers <= WEIGHTS for pointers in reads):
+        early = WEIGHTS.union(*SETTLED.values())
+        if not others and all(pointers and pointers <= early for pointers in reads):
             found[function.name] = "load" if reads else "to"
     names = [function.name for function in functions]
     return {name: kind for name, kind in found.items() if names.count(name) == 1}
@@ -128,9 +132,10 @@ def test_a_kernel_that_starts_early_waits_before_it_touches_what_others_write(na
     assert broken_rules(kernels()[name], SETTLED.get(name, frozenset())) == []
 
 
-def test_state_inputs_waits_before_it_lets_what_reads_states_start() -> None:
+@pytest.mark.parametrize("name", SETTLING)
+def test_what_stands_before_states_waits_before_it_lets_who_reads_them_start(name: str) -> None:
     """No branch, no loop: a program of it that has let the next start has waited."""
-    body = kernels()["state_inputs._state_inputs_kernel"].body
+    body = kernels()[name].body
     (waits,) = (at for at, statement in enumerate(body) if is_wait(statement))
     lets = [at for at, each in enumerate(body) if "let_next_start" in ast.dump(each)]
     assert lets == [waits + 1]

@@ -8,6 +8,7 @@ import torch
 from step_cases import rubbish_view
 from torch import Tensor
 
+from paceline.kernels._triton import keep_states as keep_states_module
 from paceline.kernels._triton.keep_states import launch_keep_states
 from paceline.kernels.keep_states import keep_states, keep_states_reference
 from paceline.kernels.step_view import GroupView
@@ -90,18 +91,24 @@ def test_a_column_of_a_rounds_results_says_what_it_kept(run: Run) -> None:
     assert told.tolist() == [8, 12, 0]
 
 
-@pytest.mark.parametrize("width", [1, 5, 1500])
-def test_the_kernel_copies_what_the_definition_copies(width: int) -> None:
+@pytest.mark.parametrize(("width", "programs"), [(1, 1), (5, 100), (4500, 1), (4500, 100)])
+def test_the_kernel_copies_what_the_definition_copies(
+    monkeypatch: pytest.MonkeyPatch, width: int, programs: int
+) -> None:
+    monkeypatch.setattr(keep_states_module, "_PROGRAMS", programs)  # 1: for all blocks of a slot
     random = torch.Generator().manual_seed(width)
     slots = 1 + torch.randperm(40, generator=random)[:36].view(12, 3).int()
     slots[3, 2], slots[7] = 0, 0
     num_kept = torch.randint(0, 4, (12,), generator=random).int()
     prefix_lens = torch.randint(0, 9, (12,), generator=random).int()
     dtypes = torch.float32, torch.bfloat16, torch.uint8
+    layers = 3
+    if width == 1:  # one part of one layer tells what the others would
+        layers, dtypes = 1, dtypes[:1]
     ends = []
     for run in (keep_states_reference, launch_keep_states):
         parts = [
-            torch.arange(3 * 41 * width).view(3, 41, width).remainder(200).to(dtype)
+            torch.arange(layers * 41 * width).view(layers, 41, width).remainder(200).to(dtype)
             for dtype in dtypes
         ]
         lens, told = torch.full((41,), 77, dtype=torch.int32), torch.full((12,), -7).int()

@@ -24,6 +24,7 @@ from paceline.kernels.state_inputs import (
     state_inputs_reference,
 )
 from paceline.kernels.state_rows import Kept, Rates, state_rows
+from paceline.kernels.state_step import StepInputs, state_step
 
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WINDOW, SLOTS = 1, 2, 5, 6, 2, 4
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
@@ -135,6 +136,49 @@ def test_inputs_of_prompts_are_convolved_along_runs() -> None:
 
 
 @BOTH
+def test_a_step_of_one_row_each_convolves_and_writes_state_and_window(delta: bool) -> None:
+    """As state_inputs and then the definition of rows, of three tiles of columns."""
+    key_heads, heads, key_dim, value_dim = 2, 4, 5, 20
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    state, window = noise(SLOTS, heads, key_dim, value_dim), noise(SLOTS, channels, WINDOW)
+    for part in (state, window):
+        part[0] = torch.nan
+    per_head = channels // key_heads
+    laid = HeadChannels(0, key_dim, 2 * key_dim, per_head, per_head)
+    eps = 1e-6
+    if not delta:
+        values = heads * value_dim
+        laid, eps = HeadChannels(values + 10, values, 0, key_dim, 2 * value_dim), None
+    given = ConvInputs(
+        noise(2, 2, channels)[:, :, : channels // 2] if delta else noise(2, 1, channels),
+        noise(channels, WINDOW + 1),
+        None if delta else noise(channels),
+        window,
+        SLOT_LIST,
+        torch.tensor([[2, 3], [4, 5]]),
+    )
+    decay, rate = -noise(2, heads).abs(), noise(2, heads, seed=2).sigmoid()
+    rates = Rates(decay, rate, None if delta else noise(heads), delta)
+    rows = head_rows(given.rows, 2, (key_heads, key_dim), (heads, value_dim), torch.float32)
+    state_inputs_reference(given, laid, eps=eps, scale=0.5, out=rows)
+    v = rows.v if delta else rows.v * rate.unsqueeze(2)
+    told = StateRows(rows.q, rows.k, v, decay, rate if delta else None)
+    held = torch.stack((torch.zeros_like(state[0]), state[2]))
+    wanted = extend_states_reference(told, held, torch.ones(1, 1, 1, dtype=torch.bool), None)
+    behind = torch.stack((torch.zeros_like(window[0]), window[2]))[:, :, 1:]
+    untouched = state[1].clone()
+    arrived, out = torch.zeros(3, key_heads, dtype=torch.int32), torch.full(rows.v.shape, torch.nan)
+    step = StepInputs(*given[:5])
+    state_step(step, laid, rates, state, eps=eps, scale=0.5, arrived=arrived, out=out)
+    near(out, with_skip(wanted.out, rows, rates))
+    near(state[[3, 2]], wanted.states)
+    new = given.rows.flatten(1).unsqueeze(2)
+    assert torch.equal(window[[3, 2]], torch.cat((behind, new), 2))
+    assert torch.equal(state[1], untouched)
+    assert not arrived.any()
+
+
+@BOTH
 def test_a_row_of_each_request_reads_and_writes_its_state(delta: bool) -> None:
     state, window = parts()
     heads, rates, told = some_rows(2, delta=delta)
@@ -195,6 +239,43 @@ def test_a_tree_is_kept_and_its_path_committed(delta: bool) -> None:
     )
     near(state[[3, 2]], behind)
     assert torch.equal(window[[3, 2]], windows)
+
+
+def test_a_commit_takes_as_many_rows_as_last() -> None:
+    """Two key heads, two tiles of columns, windows of three of 13 channels; paths of none, one, two
+    and four rows, not the first ones."""
+    reqs, size, channels, width, value_dim = 4, 5, 13, 3, 66
+    slots = torch.tensor([[1, 1, 0], [0, 2, 0], [6, 3, 0], [4, 4, 0]], dtype=torch.int32)
+    state, window = noise(7, 4, 3, value_dim), noise(7, channels, width)
+    inputs, held, states = noise(reqs * size, channels), window.clone(), state.clone()
+    for part, was in ((state, states), (window, held)):
+        part[0], was[0] = torch.nan, 0.0
+    k, u = noise(reqs * size, 2, 3), noise(reqs * size, 4, value_dim)
+    summed = -noise(reqs * size, 4).abs()
+    path = torch.tensor([[0, 1, 2, 3], [2, 0, 0, 0], [1, 3, 9, 9], [0, 2, 3, 4]])
+    num_kept = torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+    commit_states(
+        state,
+        window,
+        slots,
+        k=k,
+        u=u,
+        summed=summed,
+        inputs=inputs,
+        path=path,
+        num_kept=num_kept,
+    )
+    for req, (read, written, _) in enumerate(slots.tolist()):
+        rows = inputs[req * size + path[req, : num_kept[req]]]
+        wanted = torch.cat((held[read], rows.mT), dim=1)[:, -width:]
+        assert torch.equal(window[written], wanted)
+    assert torch.equal(window[5:], held[5:])
+    rows = (each.unflatten(0, (reqs, size)) for each in (k, u, summed))
+    wanted = commit_states_reference(
+        states[slots[:, 0].long()], *rows, path=path.clamp(max=size - 1), num_kept=num_kept
+    )
+    near(state[slots[:, 1].long()], wanted)
+    assert torch.equal(state[5:], states[5:])
 
 
 @BOTH

@@ -61,6 +61,15 @@ _TRITON = (
     "dense/draft_decode/eager/tiny-frozen-kv",
     "swa/target_verify/recorded/tiny-window3-topk2",
 )
+_STATES = (
+    *("gdn/mixed/recorded/decode-and-chunks-shuffled", "gdn/extend/eager/chunks-contiguous"),
+    *(
+        "gdn/target_verify/recorded/irregular-shuffled",
+        "gdn/target_verify/eager/chain4-frozen-shuffled",
+    ),
+    *("mamba2/decode/recorded/frozen-rows-shuffled", "mamba2/extend/eager/prefill-shuffled"),
+    "mamba2/target_verify/recorded/topk2-shuffled",
+)
 _SCALED = (
     *("dense/extend/recorded/fp8-cache", "dense/decode/recorded/fp8-cache"),
     *("dense/target_verify/recorded/topk4-sinks", "swa/decode/recorded/window12-sinks-soft-cap"),
@@ -103,6 +112,8 @@ _KEY_TESTS = (
     "runner/test_graph_keys.py",
     "runner/test_keys_ahead.py",
 )
+_ROUND_TESTS = ("kernels/test_linear_states.py",)
+_STATE_KERNEL_TESTS = ("kernels/test_state_kernels.py",)
 _PROGRAM_TESTS = (
     *("runner/test_program.py", "runner/test_prompt_spans.py", "runner/test_forced_rounds.py"),
     *("speculate/test_round_effects.py", "speculate/test_eagle_state.py"),
@@ -332,6 +343,38 @@ TARGETS = (
         "kernels/scaled_latents.py",
         (),
         Killers(_cells("torch", *_FP8_ROWS), ("kernels/test_latent_rows.py",)),
+    ),
+    Target(
+        "attention/linear/rows.py",
+        (),
+        Killers(_cells("torch", *_STATES), ("attention/test_linear_rows.py", *_ROUND_TESTS)),
+    ),
+    Target("kernels/conv_rows.py", (), Killers(_cells("torch", *_STATES), _ROUND_TESTS)),
+    Target(
+        "kernels/commit_states.py",
+        ("commit_states_reference",),
+        Killers(_cells("torch", *_STATES), _ROUND_TESTS),
+    ),
+    Target("kernels/_triton/commit_states.py", (), Killers((), _STATE_KERNEL_TESTS)),
+    Target(
+        "kernels/_triton/state_parts.py",
+        ("slots_of", "write_window"),
+        Killers((), _STATE_KERNEL_TESTS),
+    ),
+    Target(
+        "kernels/keep_states.py",
+        ("keep_states_reference",),
+        Killers((), ("kernels/test_keep_states.py",)),
+    ),
+    Target("kernels/_triton/keep_states.py", (), Killers((), ("kernels/test_keep_states.py",))),
+    Target(
+        "cache/states.py",
+        (
+            *("StateGroup.pages_to_fit", "StateGroup.usable_prefix", "StateGroup.can_admit"),
+            *("StateGroup.admit", "StateGroup.slots", "StateGroup.landed", "StateGroup.share"),
+            *("StateGroup.release", "StateGroup._take"),
+        ),
+        Killers((), ("cache/test_states.py",)),
     ),
     Target(
         "attention/hybrid.py",

@@ -140,8 +140,9 @@ class StateGroup(CacheGroup):
         """
         known = [index for index in holding.landed if index < start + len(path) - 1]
         for index in known:
-            slot, node = holding.landed.pop(index), path[max(index - start, -1) + 1]
-            if index < start or node.pages[self.index] is not None:
+            slot = holding.landed.pop(index)
+            node = path[index - start + 1] if index >= start else None
+            if node is None or node.pages[self.index] is not None:
                 self.pool.free([slot], self._retired)
                 continue
             self.pool.share([slot])

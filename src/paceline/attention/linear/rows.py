@@ -33,6 +33,7 @@ class LinearBuffers:
     chunk_rows: Tensor  # [max_tokens + MOST_ROWS * max_reqs]  int64
     chunk_live: Tensor  # [max_tokens + MOST_ROWS * max_reqs]  bool
     chunk_places: Tensor  # [max_tokens]  int64
+    arrived: Tensor  # [max_reqs, key_heads]  int32  see state_step; all 0 between kernels
     kept_inputs: Tensor  # [num_layers, max_round_tokens, channels]  of activations
     kept_k: Tensor  # [num_layers, max_round_tokens, key_heads, key_dim]  float32
     kept_u: Tensor  # [num_layers, max_round_tokens, value_heads, value_dim]  float32
@@ -72,6 +73,7 @@ def linear_buffers(limits: StateLimits) -> LinearBuffers:
         chunk_rows=made(tokens + MOST_ROWS * reqs, dtype=torch.int64),
         chunk_live=made(tokens + MOST_ROWS * reqs, dtype=torch.bool),
         chunk_places=made(tokens, dtype=torch.int64),
+        arrived=made(reqs, shape.key_heads, dtype=torch.int32),
         kept_inputs=made(*kept, shape.channels, dtype=limits.dtype),
         kept_k=made(*kept, shape.key_heads, shape.key_dim, dtype=torch.float32),
         kept_u=made(*kept, shape.value_heads, shape.value_dim, dtype=torch.float32),
@@ -100,7 +102,7 @@ def plan_rows(
     if view.tree_mask is not None:
         sees = view.tree_mask.view(reqs, size, size)
     return LinearPlan(
-        shape=_shape(buffers),
+        shape=shape_of(buffers),
         slots=group.page_table,
         starts=view.cu_seqlens_q,
         read_slots=group.read_slots.long(),
@@ -179,7 +181,8 @@ def commit_rows(
     conv.index_copy_(0, written, windows.to(conv.dtype))
 
 
-def _shape(buffers: LinearBuffers) -> LinearShape:
+def shape_of(buffers: LinearBuffers) -> LinearShape:
+    """Of the layers that the buffers were made for."""
     return LinearShape(
         key_heads=buffers.kept_k.shape[2],
         value_heads=buffers.kept_u.shape[2],

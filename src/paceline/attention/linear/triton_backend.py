@@ -1,35 +1,65 @@
 """What the Triton backends of linear attention share: all but how inputs become rows.
 
-Plan and buffers are torch's (linear/rows.py).  A layer is two launches: `state_inputs` convolves,
-and one kernel reads and writes states and windows, or keeps what a round's commit needs.
+Buffers are torch's, and so is the plan, but of decodes of a few requests (linear/rows.py): a layer
+of these is one launch, `state_step`.  All else is two: `state_inputs` convolves, and one kernel
+reads and writes states and windows, or keeps what a round's commit needs.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paceline.attention.capability import triton_reasons
 from paceline.attention.contract import GraphSupport
-from paceline.attention.linear.rows import LinearBackend, LinearBuffers, LinearPlan
+from paceline.attention.linear.rows import (
+    LinearBuffers,
+    LinearPlan,
+    linear_buffers,
+    plan_rows,
+    shape_of,
+)
 from paceline.attention.linear.shape import CONV, STATE, LinearShape
-from paceline.attention.states import Inputs, StateCapabilities, StateConfig, StateLayer
+from paceline.attention.states import (
+    Inputs,
+    StateBackend,
+    StateCapabilities,
+    StateConfig,
+    StateLayer,
+    StateLimits,
+)
 from paceline.core.modes import MaskKind
 from paceline.kernels.commit_states import commit_states
 from paceline.kernels.state_chunks import state_chunks
 from paceline.kernels.state_inputs import ConvInputs, HeadChannels, head_rows, state_inputs
 from paceline.kernels.state_rows import Kept, Rates, state_rows
+from paceline.kernels.state_step import StepInputs, state_step
 from paceline.kernels.step_view import GroupView, StepView
 
 MOST_KEY_DIM = 256  # rows of a state that a program holds in registers
 MOST_KEY_BYTES = 512  # of a key: chunks of 64 rows of larger ones take 101 to 168 KiB of shared
 # memory, where many GPUs have 99 (benchmarks/state_chunks_memory.py)
+MOST_STEP_VALUES = 131_071  # of all requests: of more, states alone fill the GPU, and two kernels,
+# of which one convolves once, are faster (decision 113)
 MOST_ROUND_ROWS = 64  # of a request, whose products with one another it holds too
 
 
-class TritonLinear(LinearBackend[Inputs]):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan:
+    """Of a step of one row each that writes its slots: its taps are all in windows, and it sees
+    itself, so nothing is derived."""
+
+    shape: LinearShape
+    slots: Tensor  # [padded_reqs, 3]  int32  read, write, checkpoint
+    arrived: Tensor  # [max_reqs, key_heads]  int32  all 0 between kernels
+
+
+class TritonLinear(StateBackend[LinearBuffers, LinearPlan | StepPlan, Inputs]):
     """A kind adds `kind` and `extend`.  Runs on CUDA, and on a CPU through Triton's interpreter
     (TRITON_INTERPRET=1), slowly."""
 
     name = "triton"
+    kept_fields = frozenset({"arrived"})
     capabilities = StateCapabilities(
         device_types=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
@@ -51,6 +81,18 @@ class TritonLinear(LinearBackend[Inputs]):
         if wanted.round_rows > MOST_ROUND_ROWS:
             reasons.append(f"rounds of {wanted.round_rows} tokens, of up to {MOST_ROUND_ROWS}")
         return reasons
+
+    def make_buffers(self, limits: StateLimits) -> LinearBuffers:
+        return linear_buffers(limits)
+
+    def plan(
+        self, view: StepView, group: GroupView, buffers: LinearBuffers, *, is_round: bool
+    ) -> LinearPlan | StepPlan:
+        shape, reqs = shape_of(buffers), view.padded_reqs
+        is_step = not is_round and view.padded_tokens == reqs and view.max_extend_len == 1
+        if is_step and reqs * shape.value_size <= MOST_STEP_VALUES:
+            return StepPlan(shape=shape, slots=group.page_table, arrived=buffers.arrived)
+        return plan_rows(view, group, buffers, is_round=is_round)
 
     def commit(
         self,
@@ -82,7 +124,7 @@ def extend_heads(
     bias: Tensor | None,
     rates: Rates,
     layer: StateLayer,
-    plan: LinearPlan,
+    plan: LinearPlan | StepPlan,
     *,
     channels: HeadChannels,
     eps: float | None,
@@ -93,7 +135,22 @@ def extend_heads(
     rows: [tokens, parts, channels // parts] before the convolution of `weight` and `bias`;
     channels, eps, scale: as of `state_inputs`.  Writes the requests' slots, or keeps a round.
     """
-    shape, kept, tokens = plan.shape, plan.kept, rows.shape[0]
+    shape, tokens = plan.shape, rows.shape[0]
+    if isinstance(plan, StepPlan):
+        out = rows.new_empty((tokens, shape.value_heads, shape.value_dim))
+        step = StepInputs(rows, weight, bias, layer.parts[CONV], plan.slots)
+        state_step(
+            step,
+            channels,
+            rates,
+            layer.parts[STATE],
+            eps=eps,
+            scale=scale,
+            arrived=plan.arrived,
+            out=out,
+        )
+        return out
+    kept = plan.kept
     given = ConvInputs(rows, weight, bias, layer.parts[CONV], plan.slots, plan.places)
     heads = head_rows(
         rows,

@@ -46,7 +46,7 @@ def _commit_states_kernel(
     dims = tl.arange(0, BLOCK_K)
     cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     is_dim, is_col = dims < KEY_DIM, cols < VALUE_DIM
-    in_slot = (head * KEY_DIM + dims)[:, None] * VALUE_DIM + cols[None, :]
+    in_slot = (head * KEY_DIM + dims).to(tl.int64)[:, None] * VALUE_DIM + cols[None, :]
     of_slot = heads * KEY_DIM * VALUE_DIM
     is_state = is_dim[:, None] & is_col[None, :]
     state = tl.load(
@@ -56,26 +56,29 @@ def _commit_states_kernel(
     num = tl.load(num_kept_ptr + req * stride_num_kept)
     path_ptr += req * stride_path_req
     first = req * size
+    key_heads = heads // PER_KEY
+    total = tl.zeros([], tl.float32)
+    keys, values, sums = (), (), ()
+    for index in tl.static_range(LONGEST):  # all rows are asked for before one is waited for
+        is_kept = index < num
+        token = first + tl.load(path_ptr + index)
+        summed = tl.load(summed_ptr + token * heads + head, mask=is_kept, other=0.0)
+        total = tl.where(index == num - 1, summed, total)
+        at_key = (token * key_heads + head // PER_KEY) * KEY_DIM + dims
+        at_value = (token * heads + head) * VALUE_DIM + cols
+        sums += (summed,)
+        keys += (tl.load(k_ptr + at_key, mask=tl.where(is_dim, num, 0) > index, other=0.0),)
+        values += (tl.load(u_ptr + at_value, mask=tl.where(is_col, num, 0) > index, other=0.0),)
     part = head * tl.num_programs(0) + tile
     write_window(
         part, inputs_ptr, path_ptr, window_ptr, read, written, first, num, channels, BLOCK_C,
         channels, BLOCK_C, WINDOW, BLOCK_C,
     )  # fmt: skip
-    key_heads = heads // PER_KEY
-    last = first + tl.load(path_ptr + num - 1, mask=num > 0, other=0)
-    total = tl.load(summed_ptr + last * heads + head, mask=num > 0, other=0.0)
     let_next_start(OVERLAPPED)
     state = tl.exp(total) * state
     for index in tl.static_range(LONGEST):
-        is_kept = index < num
-        token = first + tl.load(path_ptr + index, mask=is_kept, other=0)
-        summed = tl.load(summed_ptr + token * heads + head, mask=is_kept, other=0.0)
-        at_key = (token * key_heads + head // PER_KEY) * KEY_DIM + dims
-        k = tl.load(k_ptr + at_key, mask=tl.where(is_dim, num, 0) > index, other=0.0)
-        at_value = (token * heads + head) * VALUE_DIM + cols
-        u = tl.load(u_ptr + at_value, mask=tl.where(is_col, num, 0) > index, other=0.0)
-        left = tl.where(is_kept, tl.exp(total - summed), 0.0)
-        state += (left * k)[:, None] * u[None, :]
+        left = tl.where(index < num, tl.exp(total - sums[index]), 0.0)
+        state += (left * keys[index])[:, None] * values[index][None, :]
     state = state.to(state_ptr.dtype.element_ty)
     tl.store(state_ptr + written * of_slot + in_slot, state, mask=is_state)
 

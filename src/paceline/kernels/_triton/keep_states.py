@@ -11,7 +11,8 @@ from paceline.core.padding import PAD_PAGE
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, widest_integers
 
-_BLOCK = 1024  # numbers of a slot that one program copies
+_BLOCK = 1024  # numbers of a slot that one program copies at a time
+_PROGRAMS = 4096  # they take 2 us where nothing is copied
 _WRITE, _CHECKPOINT, _PAD = tl.constexpr(WRITE), tl.constexpr(CHECKPOINT), tl.constexpr(PAD_PAGE)
 
 
@@ -41,10 +42,11 @@ def _keep_states_kernel(
     committed = tl.load(prefix_lens_ptr + req) + num_kept
     is_kept = (committed % every == 0) & (num_kept > 0) & (checkpoint != _PAD)
     if is_kept:
-        columns = chunk * BLOCK + tl.arange(0, BLOCK)
         layer_ptr = part_ptr + layer * num_slots * width
-        state = tl.load(layer_ptr + written * width + columns, mask=columns < width)
-        tl.store(layer_ptr + checkpoint * width + columns, state, mask=columns < width)
+        for begin in range(chunk * BLOCK, width, tl.num_programs(2) * BLOCK):
+            columns = begin + tl.arange(0, BLOCK)
+            state = tl.load(layer_ptr + written * width + columns, mask=columns < width)
+            tl.store(layer_ptr + checkpoint * width + columns, state, mask=columns < width)
     if TELLS:
         tells = (layer == 0) & (chunk == 0)
         tl.store(state_lens_ptr + req, tl.where(is_kept, committed, 0), mask=tells)
@@ -62,12 +64,14 @@ def launch_keep_states(
     every: int,
     state_lens: Tensor,
 ) -> None:
-    """One launch per part: a program for each request, layer and block of a slot."""
+    """One launch per part: of each request and layer as many programs as fill a GPU, each for some
+    blocks of a slot.  Most steps copy nothing, and then programs are all that they cost."""
+    reqs = slots.shape[0]
     for index, part in enumerate(map(widest_integers, parts)):
         layers, num_slots, width = part.shape
         launch(
             _keep_states_kernel,
-            (slots.shape[0], layers, cdiv(width, _BLOCK)),
+            (reqs, layers, max(1, min(_PROGRAMS // (reqs * layers), cdiv(width, _BLOCK)))),
             part,
             lens,
             prefix_lens,

@@ -7,9 +7,10 @@ kernel wrote and before it writes anything at all; weights may be read before.  
 kernel before this one to end; that one waited too, so all before it have ended, wherever it let
 this one start.  A program that ended without waiting would break the chain.
 
-Two kernels load states before they wait, `state_rows` and `commit_states`.  `state_inputs` stands
-before either, and waits before it lets the next start: whatever wrote states and slots before it
-has ended, and nothing behind it writes those that they read.
+Three kernels load states before they wait: `state_rows` and `commit_states`, before which
+`state_inputs` stands, and `state_step`, before which `decay_rates` does.  Either waits before it
+lets the next start: whatever wrote states and slots before it has ended, and nothing behind it
+writes those that they read.
 
 `let_next_start` is called once the kernel has nothing left to load, so that waiting programs do not
 take the place of working ones; where programs are few or short, before they wait, so that weights

@@ -30,6 +30,8 @@ from paceline.kernels.skinny_linear import SkinnyTile
 _ROW_WARPS = 8
 _MOST_STAGES = 4
 _ROW_ELEMENTS = 4096  # of one program's tile, at least
+_CHUNK_ELEMENTS = 2048  # of one chunk of it, where rows are cut
+_MOST_CHUNKS = 7  # of a row
 
 
 @triton.jit
@@ -44,25 +46,37 @@ def _one_token_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of BLOCK_COLS, that make a row
     OVERLAPPED: tl.constexpr,
 ):
     features = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     live = features < out_features
-    mask = live[:, None] & (cols < inner)[None, :]
     row_ptrs = weight_ptr + features.to(tl.int64)[:, None] * stride_weight_row + cols[None, :]
-    gate = tl.load(row_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
-    up = gate
-    if ACTIVATION is not None:
-        up_ptrs = row_ptrs + tl.cast(out_features, tl.int64) * stride_weight_row
-        up = tl.load(up_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    up_ptrs = row_ptrs + tl.cast(out_features, tl.int64) * stride_weight_row
+    gates, ups = (), ()
+    for chunk in tl.static_range(CHUNKS):
+        begin = chunk * BLOCK_COLS
+        mask = live[:, None] & (cols < inner - begin)[None, :]
+        gate = tl.load(row_ptrs + begin, mask=mask, other=0.0, eviction_policy="evict_first")
+        gates += (gate,)
+        if ACTIVATION is not None:
+            up = tl.load(up_ptrs + begin, mask=mask, other=0.0, eviction_policy="evict_first")
+            ups += (up,)
     let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
-    x = tl.load(x_ptr + cols, mask=cols < inner, other=0.0).to(tl.float32)
-    acc = tl.sum(gate.to(tl.float32) * x[None, :], axis=1)
+    gate_sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    up_sums = gate_sums
+    for chunk in tl.static_range(CHUNKS):
+        begin = chunk * BLOCK_COLS
+        x = tl.load(x_ptr + begin + cols, mask=cols < inner - begin, other=0.0).to(tl.float32)
+        gate_sums += gates[chunk].to(tl.float32) * x[None, :]
+        if ACTIVATION is not None:
+            up_sums += ups[chunk].to(tl.float32) * x[None, :]
+    acc = tl.sum(gate_sums, axis=1)
     acc_up = acc
     if ACTIVATION is not None:
-        acc_up = tl.sum(up.to(tl.float32) * x[None, :], axis=1)
+        acc_up = tl.sum(up_sums, axis=1)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     result = biased_activation(
         acc, acc_up, bias_ptr, features, live, out_features, ACTIVATION, DTYPE
@@ -141,6 +155,13 @@ def _few_tokens_kernel(
         tl.store(out_ptrs, result, mask=live)
 
 
+def _chunks(inner: int) -> int:
+    """Into how many powers of two a row is cut: 1 where most lanes of the next one are live."""
+    power = inner & -inner
+    is_whole = 4 * inner > 3 * next_power_of_2(inner)
+    return 1 if is_whole or inner // power > _MOST_CHUNKS else inner // power
+
+
 def launch_skinny_linear(
     x: Tensor,
     weight: Tensor,
@@ -158,8 +179,10 @@ def launch_skinny_linear(
     tokens, inner = x.shape
     out_features = out.shape[1]
     if tokens == 1:
-        block_cols = next_power_of_2(inner)
-        block_rows = max(1, _ROW_ELEMENTS // block_cols)
+        chunks = _chunks(inner)
+        block_cols = next_power_of_2(inner // chunks)
+        elements = _ROW_ELEMENTS if chunks == 1 else _CHUNK_ELEMENTS
+        block_rows = max(1, elements // block_cols)
         launch(
             _one_token_kernel,
             (cdiv(out_features, block_rows),),
@@ -173,6 +196,7 @@ def launch_skinny_linear(
             ACTIVATION=activation,
             BLOCK_ROWS=block_rows,
             BLOCK_COLS=block_cols,
+            CHUNKS=chunks,
             num_warps=_ROW_WARPS,
             **overlap_options(x.device, _one_token_kernel),
         )

@@ -13,10 +13,9 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels._triton.state_parts import product, slots_of, solve, write_window
 
-# (columns of a program's states, warps): of one row each, where programs are many and where they
-# are few, and of rounds.  The fastest on an H200 of 8 to 128 columns and 1 to 16 warps.
-_WIDE, _NARROW, _ROUND = (64, 4), (16, 1), (32, 4)
-_MANY_PROGRAMS = 2048  # wide ones: from there on they fill a GPU several times
+# (columns of a program's states, warps) of one row each, which are many requests' (few have
+# `state_step`), and of rounds.  The fastest on an H200 of 8 to 128 columns and 1 to 16 warps.
+_ONE, _ROUND = (64, 4), (32, 4)
 _MANY_ROWS = 32  # whose tiles need twice the warps
 
 
@@ -62,7 +61,7 @@ def _state_rows_kernel(
     dims = tl.arange(0, BLOCK_K)
     cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     is_dim, is_col = dims < KEY_DIM, cols < VALUE_DIM
-    in_slot = (head * KEY_DIM + dims)[:, None] * VALUE_DIM + cols[None, :]
+    in_slot = (head * KEY_DIM + dims).to(tl.int64)[:, None] * VALUE_DIM + cols[None, :]
     of_slot = heads * KEY_DIM * VALUE_DIM
     is_state = is_dim[:, None] & is_col[None, :]
     state = tl.load(
@@ -178,10 +177,7 @@ def launch_state_rows(
     reqs, size, channels = slots.shape[0], sees.shape[1], window.shape[1]
     rows = 1 if size == 1 else max(16, next_power_of_2(size))
     block_k = next_power_of_2(key_dim) if rows == 1 else max(16, next_power_of_2(key_dim))
-    columns, warps = _ROUND
-    if rows == 1:
-        wide = reqs * heads * cdiv(value_dim, _WIDE[0])
-        columns, warps = _WIDE if wide >= _MANY_PROGRAMS else _NARROW
+    columns, warps = _ONE if rows == 1 else _ROUND
     block_v = min(columns, next_power_of_2(value_dim))
     block_v = block_v if rows == 1 else max(16, block_v)
     tiles = cdiv(value_dim, block_v)

@@ -1,0 +1,243 @@
+"""Triton kernel of state_step; see kernels/state_step.py for the definition.
+
+A program takes some columns of one head's state, for one request, and convolves what it needs: the
+head's query and key, and the values of its columns.  All but the row itself is asked for before it
+waits: the state, the window, weights.
+
+The window of a query or a key is read by all programs of its key head, and so written by the last
+of them to arrive; that of values is read by one program alone.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2
+from paceline.kernels._triton.state_parts import slots_of
+
+# (columns of a program's states, warps) where programs are many and where they are few; the fastest
+# on an H200 of 16 to 128 columns and 1 to 8 warps.
+_WIDE, _NARROW = (64, 2), (32, 1)
+_MANY_PROGRAMS = 256  # wide ones: two for each processor
+
+
+@triton.jit
+def _behind(
+    window_ptr,  # [num_slots, channels, WINDOW]
+    weight_ptr,  # [channels, WINDOW + 1]
+    bias_ptr,  # [channels] or None
+    cols,  # [dims] channels
+    live,  # [dims] bool
+    read,
+    channels,
+    WINDOW: tl.constexpr,
+):
+    """(what the window adds to a convolution [dims] float32, its columns, the row's own tap)."""
+    row = (read * channels + cols) * WINDOW
+    columns = ()
+    for tap in tl.static_range(WINDOW):
+        is_there = tl.where(live, read, 0) != 0
+        columns += (tl.load(window_ptr + row + tap, mask=is_there, other=0.0),)
+    own = tl.load(weight_ptr + cols * (WINDOW + 1) + WINDOW, mask=live, other=0.0).to(tl.float32)
+    total = tl.zeros_like(own)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + cols, mask=live, other=0.0).to(tl.float32)
+    for tap in tl.static_range(WINDOW):
+        weight = tl.load(weight_ptr + cols * (WINDOW + 1) + tap, mask=live, other=0.0)
+        total += columns[tap].to(tl.float32) * weight.to(tl.float32)
+    return total, columns, own
+
+
+@triton.jit
+def _mixed(
+    total,  # [dims] float32  of the window
+    own,  # [dims] float32  the row's tap
+    row,  # [dims] the row
+):
+    """SiLU of the convolution [dims] float32, rounded as the row is."""
+    total += own * row.to(tl.float32)
+    return (total / (1.0 + tl.exp(-total))).to(row.dtype).to(tl.float32)
+
+
+@triton.jit
+def _move_window(
+    window_ptr,  # [num_slots, channels, WINDOW]
+    columns,  # WINDOW x [dims], as `_behind` read them
+    row,  # [dims]
+    cols,  # [dims] channels
+    live,  # [dims] bool
+    written,
+    channels,
+    WINDOW: tl.constexpr,
+):
+    """The window behind the row: its oldest column is gone."""
+    ptrs = window_ptr + (written * channels + cols) * WINDOW
+    for tap in tl.static_range(WINDOW - 1):
+        tl.store(ptrs + tap, columns[tap + 1], mask=live)
+    tl.store(ptrs + WINDOW - 1, row.to(window_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _state_step_kernel(
+    inputs_ptr,  # [reqs, parts, PART]
+    weight_ptr,  # [channels, WINDOW + 1]
+    bias_ptr,  # [channels] or None
+    window_ptr,  # [num_slots, channels, WINDOW]
+    slots_ptr,  # [reqs, 3] int32
+    decay_ptr,  # [reqs, heads] float32
+    rate_ptr,  # [reqs, heads] float32  beta, or without the delta rule what v is multiplied by
+    skip_ptr,  # [heads] or None
+    state_ptr,  # [num_slots, heads, KEY_DIM, VALUE_DIM]
+    arrived_ptr,  # [reqs, key_heads] int32, all 0
+    out_ptr,  # [reqs, heads, VALUE_DIM]
+    stride_inputs_req,
+    stride_inputs_part,
+    stride_slots,
+    stride_decay_req,
+    stride_rate_req,
+    heads,
+    channels,
+    first_q,
+    first_k,
+    first_v,
+    step_key,
+    step_value,
+    scale,
+    DELTA: tl.constexpr,
+    EPS: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PART: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    tile, head, req = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    read, written = slots_of(slots_ptr, req, stride_slots)
+    dims = tl.arange(0, BLOCK_K)
+    cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_dim, is_col = dims < KEY_DIM, cols < VALUE_DIM
+    in_slot = (head * KEY_DIM + dims).to(tl.int64)[:, None] * VALUE_DIM + cols[None, :]
+    of_slot = heads * KEY_DIM * VALUE_DIM
+    is_state = is_dim[:, None] & is_col[None, :]
+    state = tl.load(
+        state_ptr + read * of_slot + in_slot, mask=tl.where(is_state, read, 0) != 0, other=0.0
+    ).to(tl.float32)
+    key_head = head // PER_KEY
+    at_q = first_q + key_head * step_key + dims
+    at_k = first_k + key_head * step_key + dims
+    at_v = first_v + key_head * step_value + head % PER_KEY * VALUE_DIM + cols
+    total_q, window_q, own_q = _behind(
+        window_ptr, weight_ptr, bias_ptr, at_q, is_dim, read, channels, WINDOW
+    )
+    total_k, window_k, own_k = _behind(
+        window_ptr, weight_ptr, bias_ptr, at_k, is_dim, read, channels, WINDOW
+    )
+    total_v, window_v, own_v = _behind(
+        window_ptr, weight_ptr, bias_ptr, at_v, is_col, read, channels, WINDOW
+    )
+    wait_for_inputs(OVERLAPPED)
+    let_next_start(OVERLAPPED)
+    tl.debug_barrier()  # every thread's columns are read before the arrival is counted
+    arrived_ptr += req * (heads // PER_KEY) + key_head
+    num_arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
+    inputs_ptr += req * stride_inputs_req
+    row_q = tl.load(
+        inputs_ptr + at_q // PART * stride_inputs_part + at_q % PART, mask=is_dim, other=0.0
+    )
+    row_k = tl.load(
+        inputs_ptr + at_k // PART * stride_inputs_part + at_k % PART, mask=is_dim, other=0.0
+    )
+    row_v = tl.load(
+        inputs_ptr + at_v // PART * stride_inputs_part + at_v % PART, mask=is_col, other=0.0
+    )
+    decay = tl.load(decay_ptr + req * stride_decay_req + head)
+    rate = tl.load(rate_ptr + req * stride_rate_req + head)
+    q = _mixed(total_q, own_q, row_q)
+    k = _mixed(total_k, own_k, row_k)
+    v = _mixed(total_v, own_v, row_v)
+    if EPS is not None:
+        q *= 1.0 / tl.sqrt(tl.sum(tl.where(is_dim, q * q, 0.0), axis=0) + EPS)
+        k *= 1.0 / tl.sqrt(tl.sum(tl.where(is_dim, k * k, 0.0), axis=0) + EPS)
+    q *= scale
+    _move_window(window_ptr, window_v, row_v, at_v, is_col, written, channels, WINDOW)
+    kept = tl.exp(decay)
+    u = rate * v
+    if DELTA:
+        u -= rate * kept * tl.sum(k[:, None] * state, axis=0)
+    out = kept * tl.sum(q[:, None] * state, axis=0) + tl.sum(q * k, axis=0) * u
+    behind = kept * state + k[:, None] * u[None, :]
+    if skip_ptr is not None:
+        out += tl.load(skip_ptr + head).to(tl.float32) * v
+    out_ptrs = out_ptr + (req * heads + head) * VALUE_DIM + cols
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_col)
+    behind = behind.to(state_ptr.dtype.element_ty)
+    tl.store(state_ptr + written * of_slot + in_slot, behind, mask=is_state)
+    if num_arrived == PER_KEY * tl.num_programs(0) - 1:
+        _move_window(window_ptr, window_q, row_q, at_q, is_dim, written, channels, WINDOW)
+        _move_window(window_ptr, window_k, row_k, at_k, is_dim, written, channels, WINDOW)
+        tl.store(arrived_ptr, 0)
+
+
+def launch_state_step(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    slots: Tensor,
+    channels: list[int],
+    eps: float | None,
+    scale: float,
+    decay: Tensor,
+    rate: Tensor,
+    skip: Tensor | None,
+    is_delta: bool,
+    state: Tensor,
+    arrived: Tensor,
+    out: Tensor,
+) -> None:
+    """A program for some columns of each head of each request; arguments as kernels/state_step.py
+    checks them."""
+    reqs, heads, value_dim = out.shape
+    key_dim, key_heads = state.shape[2], arrived.shape[1]
+    wide = reqs * heads * cdiv(value_dim, _WIDE[0])
+    columns, warps = _WIDE if wide >= _MANY_PROGRAMS else _NARROW
+    block_v = min(columns, next_power_of_2(value_dim))
+    launch(
+        _state_step_kernel,
+        (cdiv(value_dim, block_v), heads, reqs),
+        inputs,
+        weight,
+        bias,
+        window,
+        slots,
+        decay,
+        rate,
+        skip,
+        state,
+        arrived,
+        out,
+        inputs.stride(0),
+        inputs.stride(1),
+        slots.stride(0),
+        decay.stride(0),
+        rate.stride(0),
+        heads,
+        weight.shape[0],
+        *channels,
+        scale,
+        DELTA=is_delta,
+        EPS=eps,
+        PER_KEY=heads // key_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        PART=inputs.shape[2],
+        WINDOW=window.shape[2],
+        BLOCK_K=next_power_of_2(key_dim),
+        BLOCK_V=block_v,
+        num_warps=warps,
+        **overlap_options(state.device, _state_step_kernel),
+    )

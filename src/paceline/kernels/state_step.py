@@ -1,0 +1,91 @@
+"""state_step: a row of each request over its state, convolution and all, in one pass over both.
+
+It is `state_inputs` and then `state_rows` for steps of one row a request, which write their slots:
+decodes.  What comes out is defined in conv_rows and extend_states.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.kernels._check import reject, require_triton
+from paceline.kernels.custom_op import define_op
+from paceline.kernels.state_inputs import HeadChannels
+from paceline.kernels.state_rows import Rates, require_rates
+
+
+class StepInputs(NamedTuple):
+    """A row of each request before the convolution, all of whose taps are in windows."""
+
+    rows: Tensor  # [reqs, parts, channels // parts]  contiguous within a part of a row
+    weight: Tensor  # [channels, width]  the row's own tap last
+    bias: Tensor | None  # [channels]
+    window: Tensor  # [num_slots, channels, width - 1]  the part of one layer
+    slots: Tensor  # [reqs, 3]  int32  read, write, checkpoint; a read slot 0 is zeros
+
+
+def _launch(*arguments: object) -> None:
+    require_triton("state_step", otherwise="choose the torch backend of linear attention")
+    from paceline.kernels._triton.state_step import launch_state_step
+
+    launch_state_step(*arguments)  # type: ignore[arg-type]
+
+
+_STATE_STEP = define_op(
+    "state_step(Tensor rows, Tensor weight, Tensor? bias, Tensor(a!) window, Tensor slots, "
+    "int[] channels, float? eps, float scale, Tensor decay, Tensor rate, Tensor? skip, "
+    "bool is_delta, Tensor(b!) state, Tensor(c!) arrived, Tensor(d!) out) -> ()",
+    cpu=_launch,
+    cuda=_launch,
+)
+
+
+def state_step(
+    given: StepInputs,
+    channels: HeadChannels,
+    rates: Rates,
+    state: Tensor,
+    *,
+    eps: float | None,
+    scale: float,
+    arrived: Tensor,
+    out: Tensor,
+) -> None:
+    """What a row of each request reads of its state, behind the convolution.
+
+    channels, eps, scale: as of `state_inputs`; state: [num_slots, value_heads, key_dim, value_dim],
+    the part of one layer; arrived: [reqs or more, key_heads] int32 zeros, which are zeros again
+    behind it; out: [reqs, value_heads, value_dim].  Mutates `state` and the window of `given` where
+    requests write, `arrived` and `out`.  Triton on every device.  Graph-safe: shapes are static.
+    Raises KernelArgumentError.
+    """
+    rows, size, (reqs, heads, value_dim) = given.rows, given.weight.shape, out.shape
+    if rows.shape[0] != given.slots.shape[0] or rows.stride(2) != 1:
+        expected = f"[{given.slots.shape[0]}, parts, ...] with contiguous parts"
+        reject("rows", expected=expected, got=rows, remedy="one row of each request, or state_rows")
+    if given.weight.stride() != (size[1], 1):
+        reject("weight", expected="contiguous", got=given.weight, remedy="copy it once")
+    if given.window.shape[1:] != (size[0], size[1] - 1) or not given.window.is_contiguous():
+        expected = f"contiguous [slots, {size[0]}, {size[1] - 1}]"
+        reject("window", expected=expected, got=given.window, remedy="pass a layer's part")
+    if not state.is_contiguous() or (state.shape[1], state.shape[3]) != (heads, value_dim):
+        expected = f"contiguous [slots, {heads}, key_dim, {value_dim}]"
+        reject("state", expected=expected, got=state, remedy="pass a layer's part")
+    if arrived.dtype != torch.int32 or not arrived.is_contiguous() or arrived.shape[0] < reqs:
+        expected = f"contiguous int32 [{reqs} or more, key_heads]"
+        reject("arrived", expected=expected, got=arrived, remedy="pass what the plan holds")
+    require_rates(rates)
+    _STATE_STEP(
+        *given,
+        list(channels),
+        eps,
+        scale,
+        rates.decay,
+        rates.rate,
+        rates.skip,
+        rates.is_delta,
+        state,
+        arrived,
+        out,
+    )
