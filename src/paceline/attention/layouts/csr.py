@@ -46,11 +46,11 @@ class CsrPlan:
     """
 
     group: int
-    chunk: Chunk | None
     kv_indptr: Tensor  # [padded_reqs + 1]  int32  in pages
     kv_indices: Tensor  # [padded_reqs * max_pages]  int32  page ids; PAD_PAGE behind the end
     last_page_len: Tensor  # [padded_reqs]  int32
     is_prefix: bool  # of the prefix alone: Part.PREFIX
+    chunk: Chunk | None = None  # of the group's layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
