@@ -20,7 +20,12 @@ from paceline.attention.backends.fa4_backend import FlashAttention4Backend
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.attention.cascade import cascade
 from paceline.attention.contract import Limits, Part
-from paceline.attention.layouts.chunks import cut_lens, most_virtual, virtual_requests
+from paceline.attention.layouts.chunks import (
+    chunk_limits,
+    cut_lens,
+    most_virtual,
+    virtual_requests,
+)
 from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import StepView
@@ -75,6 +80,18 @@ def test_the_example_of_the_layout() -> None:
     assert (whole.keys_used.tolist(), whole.page_table.tolist()) == ([3, 1], [[7, 2], [3, 3]])
     assert whole.lacks_prefix.tolist() == [False, True, True, True]
     assert (cut.max_extend_len, whole.max_extend_len) == (3, 3)
+
+
+def test_there_is_room_for_no_more_than_could_be() -> None:
+    """A row of 6 tokens behind 3 lies in three chunks of 4; rows of a token are one each."""
+    chunk = Chunk(4)
+    assert len(cut_lens([3], [6], chunk)) == most_virtual(1, 6, chunk) == 3
+    assert most_virtual(5, 5, chunk) == 5
+    most = replace(in_chunks_of(4), max_reqs=3, max_tokens=9)
+    groups = {"windows": (None, chunk, Chunk(8), chunk), "max_pages": (7, 7, 7, 1)}
+    within = chunk_limits(replace(most, **groups), chunk)
+    assert (within.max_reqs, within.max_pages) == (8, (0, 2, 0, 1))
+    assert chunk_limits(replace(most, max_tokens=2), chunk).max_reqs == 3  # the prefix alone
 
 
 ROWS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 13)), min_size=1, max_size=5)

@@ -46,6 +46,18 @@ _SHAPES = (
     "swa/target_verify/recorded/window4-topk2",
     "swa/draft_extend_v2/recorded/window12-fixed3",
 )
+_IN_CHUNKS = (
+    *("chunk/decode/recorded/chunk32-edges", "chunk/mixed/recorded/chunk32-edges"),
+    *(
+        "chunk/target_verify/recorded/chunk32-chain8",
+        "chunk/target_verify/recorded/chunk32-deep-sinks",
+    ),
+    *(
+        "chunk/draft_decode/recorded/chunk32-frozen-kv-rows3",
+        "chunk/decode/recorded/chunk32-finished",
+    ),
+    "chunk/extend/eager/chunk64-128-page64",
+)
 _LATENT = (
     *("mla/decode/recorded/page64-ends", "mla/extend/recorded/page64-ends"),
     *("mla/target_verify/recorded/page64-chain3", "mla/target_verify/recorded/page64-topk4"),
@@ -192,6 +204,14 @@ TARGETS = (
         "attention/layouts/csr.py",
         ("csr_lens", "derive_indices", "derive_lists"),
         Killers(_cells("flashinfer", *_STEP, *_SHAPES), ("attention/test_csr_layout.py",)),
+    ),
+    Target(
+        "attention/layouts/chunks.py",
+        (),
+        Killers(
+            _cells("fa4", *_IN_CHUNKS) + _cells("flashinfer", *_IN_CHUNKS),
+            ("attention/test_chunks.py",),
+        ),
     ),
     Target(
         "attention/layouts/page_table.py",
