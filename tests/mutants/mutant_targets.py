@@ -251,9 +251,12 @@ TARGETS = (
         "attention/backends/flashinfer_backend.py",
         (
             *("FlashInferBackend.host_plan", "FlashInferBackend.plan"),
-            "FlashInferBackend.forward",
+            *("FlashInferBackend.forward", "Calls"),
         ),
-        Killers(_FLASHINFER, ("attention/test_flashinfer_backend.py",)),
+        Killers(
+            _FLASHINFER + _cells("flashinfer", *_IN_CHUNKS),
+            ("attention/test_flashinfer_backend.py", "attention/test_chunks.py"),
+        ),
     ),
     Target(
         "attention/backends/flashinfer_mla_backend.py",
@@ -308,9 +311,9 @@ TARGETS = (
         "attention/flash_attention.py",
         (
             *("FlashAttentionBackend.plan", "FlashAttentionBackend.forward"),
-            "prefix_window",
+            *("prefix_window", "_requests", "_virtual", "FlashAttentionPlan"),
         ),
-        Killers(_cells("fa4", *_STEP, *_SHAPES), ("attention/test_fa_backends.py",)),
+        Killers(_cells("fa4", *_STEP, *_SHAPES, *_IN_CHUNKS), ("attention/test_fa_backends.py",)),
     ),
     Target(
         "attention/backends/fa4_backend.py",
