@@ -143,7 +143,7 @@ class AttentionSpec:
 
         Raises ConfigError for a layer with chunks, which would be no window of their size.
         """
-        if self.chunk is not None:
+        if isinstance(self.window, Chunk):
             raise ConfigError.about(
                 f"lookback of layer {self.layer_id}",
                 expected="a sliding window, or none",

@@ -79,9 +79,9 @@ class Calls(NamedTuple):
 
     def shape(self, mask: MaskKind, reqs: int, tokens: int) -> StepShape:
         """Of a step of so many requests: where chunks cut it, of virtual ones."""
-        is_cut = self.chunk is not None and self.part is Part.ALL
-        most = most_virtual(reqs, tokens, self.chunk) if is_cut else reqs
-        return StepShape(self.part, mask, most, tokens, self.chunk)
+        if self.chunk is not None and self.part is Part.ALL:
+            reqs = most_virtual(reqs, tokens, self.chunk)
+        return StepShape(self.part, mask, reqs, tokens, self.chunk)
 
     def lens(self, step: Step) -> tuple[Sequence[int], Sequence[int]]:
         """([requests of the shape] tokens, as many keys) by what the host knows."""
@@ -133,7 +133,7 @@ class FlashInferPlan:
 
 @dataclass(frozen=True)
 class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
-    """Causal steps, trees and prefixes of either; with windows, trees need a cascade.
+    """Causal steps, trees and prefixes of either; with windows or chunks, trees need a cascade.
 
     library: the module flashinfer, or one with its classes; None imports it when it is needed.
     """

@@ -83,12 +83,11 @@ def cut_lens(
     """(tokens, keys) of each virtual request, by what the host knows; (0, 0) behind the last."""
     found = []
     for prefix, extend in zip(prefix_lens, extend_lens, strict=True):
-        at, end = prefix, prefix + extend
-        while at < end:
-            begin = at // chunk.size * chunk.size
+        end = prefix + extend
+        for begin in range(prefix - prefix % chunk.size, end, chunk.size):
             stop = min(end, begin + chunk.size)
-            found.append((stop - at, stop - begin))
-            at = stop
+            if stop > prefix:  # a request without tokens has no virtual one
+                found.append((stop - max(begin, prefix), stop - begin))
     most = most_virtual(len(extend_lens), sum(extend_lens), chunk)
     return found + [(0, 0)] * (most - len(found))
 
