@@ -251,7 +251,7 @@ TARGETS = (
         "attention/backends/flashinfer_backend.py",
         (
             *("FlashInferBackend.host_plan", "FlashInferBackend.plan"),
-            *("FlashInferBackend.forward", "Calls"),
+            *("FlashInferBackend.forward", "Calls.shape", "Calls.lens", "Calls.tables"),
         ),
         Killers(
             _FLASHINFER + _cells("flashinfer", *_IN_CHUNKS),
