@@ -9,6 +9,7 @@ from paged_cases import BatchSpec, PagedCase, Shape, ancestors, make_case
 from torch import Tensor
 
 from paceline.attention.contract import LayerCache, Part
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import StepView
 
@@ -20,7 +21,7 @@ class Case:
     prefix_lens: tuple[int, ...] = (0, 7, 18)
     extend_lens: tuple[int, ...] = (1, 2, 5)
     mask: MaskKind = MaskKind.CAUSAL
-    window: int | None = None
+    window: Lookback | None = None
     soft_cap: float | None = None
     page_size: int = 3
     heads: int = 4
@@ -103,7 +104,8 @@ def visible_keys(case: Case, request: Request, row: int) -> list[int]:
     """The key positions one row of a request may see, in order.
 
     A row's position is prefix + its place in the step; under a tree, prefix + its depth.  A window
-    of w shows the keys whose position is more than the row's minus w.
+    of w shows the keys whose position is more than the row's minus w, chunks of c those that as
+    many whole chunks lie before.
     """
     prefix, extend, tree = request.prefix, request.extend, request.tree
     in_step: list[int] = []
@@ -121,6 +123,9 @@ def visible_keys(case: Case, request: Request, row: int) -> list[int]:
     positions = {j: j for j in before} | {prefix + j: place[j] for j in in_step}
     if case.window is None:
         return sorted(positions)
+    if isinstance(case.window, Chunk):
+        size = case.window.size
+        return sorted(j for j, at in positions.items() if at // size == place[row] // size)
     return sorted(j for j, at in positions.items() if at > place[row] - case.window)
 
 
@@ -177,9 +182,11 @@ def wrong_meanings(built: Built) -> dict[str, tuple[Tensor, Tensor]]:
     }
     others: dict[str, Case] = {}
     if case.window is not None:
-        others["window one wider"] = replace(case, window=case.window + 1)
-        others["window one narrower"] = replace(case, window=case.window - 1)
+        others["window one wider"] = replace(case, window=_wider(case.window, 1))
+        others["window one narrower"] = replace(case, window=_wider(case.window, -1))
         others["no window"] = replace(case, window=None)
+    if isinstance(case.window, Chunk):
+        others["a window of its size"] = replace(case, window=case.window.size)
     if case.soft_cap is not None:
         others["no soft cap"] = replace(case, soft_cap=None)
     if case.has_sinks and case.part is Part.ALL:
@@ -193,6 +200,10 @@ def wrong_meanings(built: Built) -> dict[str, tuple[Tensor, Tensor]]:
         for name, other in others.items()
         if not _means_the_same(built, other)
     }
+
+
+def _wider(window: Lookback, by: int) -> Lookback:
+    return Chunk(window.size + by) if isinstance(window, Chunk) else window + by
 
 
 def _means_the_same(built: Built, other: Case) -> bool:

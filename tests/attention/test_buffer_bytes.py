@@ -9,13 +9,14 @@ from example_backend import DenseBackend
 
 from paceline.attention.backends import flashinfer_wrappers
 from paceline.attention.backends.fa4_backend import FlashAttention4Backend
-from paceline.attention.backends.flashinfer_backend import FlashInferBackend
+from paceline.attention.backends.flashinfer_backend import Calls, FlashInferBackend
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.backends.triton_backend import TritonBackend
 from paceline.attention.contract import AttentionBackend, AttentionSpec, Limits, Part
 from paceline.attention.held import tensor_bytes
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import MOST_SMS
+from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import splits
 from paceline.kernels.stand_in import StandIn
@@ -35,11 +36,15 @@ LIMITS = Limits(
     device=torch.device("cpu"),
     dtype=torch.float32,
     kv_dtype=torch.float32,
-    layers=(SPEC, replace(SPEC, layer_id=1, group=1, window=32)),
+    layers=(
+        SPEC,
+        replace(SPEC, layer_id=1, group=1, window=32),
+        replace(SPEC, layer_id=2, group=2, window=Chunk(16)),
+    ),
     max_reqs=6,
     max_tokens=40,
-    max_pages=(9, 9),
-    windows=(None, 32),
+    max_pages=(9, 9, 9),
+    windows=(None, 32, Chunk(16)),
     page_size=16,
 )
 META = replace(LIMITS, device=torch.device("meta"))
@@ -98,8 +103,8 @@ def test_the_bound_of_flashinfer_holds_its_workspace_and_every_schedule(
     held = tensor_bytes(FlashInferBackend(library=object()).make_buffers(LIMITS))
     shapes = [(reqs, tokens) for reqs in (1, 2, 6) for tokens in (6, 12, 40)]
     for reqs, tokens in shapes:
-        shape = flashinfer_wrappers.StepShape(Part.ALL, MaskKind.CAUSAL, reqs, tokens)
         for spec in LIMITS.layers:
+            shape = Calls(Part.ALL, spec.chunk).shape(MaskKind.CAUSAL, reqs, tokens)
             held += flashinfer_wrappers.schedule_bytes(spec, shape, LIMITS.device)
     assert held <= bound
 

@@ -17,6 +17,7 @@ from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
     Capabilities,
+    ChunkSupport,
     GraphSupport,
 )
 from paceline.core.errors import ConfigError
@@ -101,12 +102,24 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_nobody_has_chunks_beside_tokens_that_see_ahead() -> None:
-    able = replace(NARROW, chunks=True, masks=frozenset(MaskKind))
-    assert capability_reasons(able, replace(FITS, chunks=True)) == []
-    ahead = replace(FITS, chunks=True, masks=frozenset({MaskKind.CAUSAL, MaskKind.BLOCK}))
+    able = replace(NARROW, chunks=ChunkSupport.ALWAYS, masks=frozenset(MaskKind))
+    assert capability_reasons(able, replace(FITS, chunks=frozenset({12}))) == []
+    ahead = replace(
+        FITS, chunks=frozenset({12}), masks=frozenset({MaskKind.CAUSAL, MaskKind.BLOCK})
+    )
     assert capability_reasons(able, ahead) == [
         "chunk-local attention beside blocks must be absent, got present"
     ]
+
+
+def test_a_page_table_is_read_from_a_page_on() -> None:
+    able = replace(NARROW, chunks=ChunkSupport.WHOLE_PAGES, page_sizes=None)
+    asked = replace(FITS, page_size=16, chunks=frozenset({24, 32, 40}))
+    assert capability_reasons(able, asked) == [
+        "chunks must be of whole pages of 16 tokens, got 24 tokens",
+        "chunks must be of whole pages of 16 tokens, got 40 tokens",
+    ]
+    assert capability_reasons(able, replace(asked, page_size=8)) == []
 
 
 def test_a_chunk_is_no_window_to_who_has_windows_alone() -> None:

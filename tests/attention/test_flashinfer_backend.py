@@ -33,6 +33,7 @@ from paceline.attention.contract import AttentionConfig, AttentionSpec, GraphSup
 from paceline.attention.registry import load_backend
 from paceline.core.errors import KernelArgumentError
 from paceline.core.model.config import Heads
+from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 from paceline.core.step import StepLayout
 from paceline.proof.emulators import flashinfer as emulator
@@ -306,9 +307,10 @@ def test_each_cache_group_has_its_own_pages() -> None:
     head_dim=st.sampled_from([64, 128, 256]),
     reqs=st.integers(1, 80),
     tokens=st.integers(1, 300),
+    window=st.sampled_from([None, Chunk(24)]),
 )
 def test_workspaces_hold_the_plan_of_every_shape(
-    group: int, kv_heads: int, head_dim: int, reqs: int, tokens: int
+    group: int, kv_heads: int, head_dim: int, reqs: int, tokens: int, window: Chunk | None
 ) -> None:
     """Against the emulator's account of the library's allocator, largest step and smaller ones."""
     spec = AttentionSpec(
@@ -319,11 +321,12 @@ def test_workspaces_hold_the_plan_of_every_shape(
         head_dim=head_dim,
         v_head_dim=head_dim,
         scale=1.0,
-        window=None,
+        window=window,
         soft_cap=None,
     )
     built = build(CHAIN)
-    most = replace(limits(built, spec), max_reqs=reqs, max_tokens=tokens, max_pages=(110,))
+    sizes = {"max_reqs": reqs, "max_tokens": tokens, "max_pages": (110,), "windows": (window,)}
+    most = replace(limits(built, spec), **sizes)
     backend = FlashInferBackend(emulator)
     buffers = backend.make_buffers(most)
     for num in {1, reqs}:

@@ -204,12 +204,14 @@ def test_trees_without_windows_need_no_cascade(kv_dtype: torch.dtype) -> None:
     assert (choice.name, choice.why) == ("flashinfer", "asked for")
 
 
-def test_trees_with_windows_run_by_cascade_and_why_says_so() -> None:
-    choice = choose(replace(WISH, window=True), "flashinfer")
+@pytest.mark.parametrize("lookback", [{"window": True}, {"chunks": frozenset({32})}], ids=str)
+def test_trees_with_lookbacks_run_by_cascade_and_why_says_so(lookback: dict[str, object]) -> None:
+    choice = choose(replace(WISH, **lookback), "flashinfer")
     assert choice.name == "cascade(flashinfer)"
-    assert choice.why == ("asked for; flashinfer has no windows in a tree, so trees run by cascade")
-    reasons = FlashInferBackend().unsupported_reasons(replace(WISH, window=True))
-    assert reasons == ["sliding window in a tree must be absent, got present"]
+    lacks = "no windows or chunks in a tree"
+    assert choice.why == f"asked for; flashinfer has {lacks}, so trees run by cascade"
+    [reason] = FlashInferBackend().unsupported_reasons(replace(WISH, **lookback))
+    assert reason.endswith(" in a tree must be absent, got present")
 
 
 def test_windows_without_trees_need_no_cascade() -> None:

@@ -13,7 +13,13 @@ from composed_cases import NoTree, facts, heard_by, hooks, listener
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.cascade import cascade
-from paceline.attention.contract import AttentionConfig, Capabilities, GraphSupport, Part
+from paceline.attention.contract import (
+    AttentionConfig,
+    Capabilities,
+    ChunkSupport,
+    GraphSupport,
+    Part,
+)
 from paceline.attention.hybrid import (
     MAX_DECODE_ROWS,
     HybridBuffers,
@@ -309,8 +315,8 @@ COMMON: list[tuple[str, object, object, object]] = [  # field, of prefill, of de
     ("shares_prefixes", False, True, True),  # decodes are the decode backend's
     ("shares_prefixes", True, False, False),
     ("step_alone", True, False, False),
-    ("chunks", True, False, False),
-    ("chunks", True, True, True),
+    ("chunks", ChunkSupport.ALWAYS, ChunkSupport.NEVER, ChunkSupport.NEVER),
+    ("chunks", ChunkSupport.WHOLE_PAGES, ChunkSupport.ALWAYS, ChunkSupport.WHOLE_PAGES),
     ("scaled_latents", True, False, False),
     ("latent_dims", None, frozenset({(64, 16)}), {(64, 16)}),
 ]

@@ -160,7 +160,10 @@ class PagedCase:
         places = torch.arange(tokens, device=self.q.device) + starts
         loc = self.page_table[req_ids, places // size].long() * size + places % size
         loc[self.batch.num_live :] = 0
-        mask = None if self.tree_mask is None else self.tree_mask[:, :longest].contiguous()
+        mask, positions = None, places
+        if self.tree_mask is not None:
+            mask = self.tree_mask[:, :longest].contiguous()
+            positions = self.prefix_lens[req_ids] + mask.sum(1) - 1
         return StepView(
             row_ids=torch.arange(1, reqs + 1, device=self.q.device),
             prefix_lens=self.prefix_lens,
@@ -168,7 +171,7 @@ class PagedCase:
             kv_lens=self.kv_lens,
             cu_seqlens_q=self.cu_seqlens_q,
             req_ids=req_ids,
-            positions=torch.zeros_like(loc),
+            positions=positions.long(),
             rope_positions=torch.zeros_like(loc),
             input_ids=torch.zeros_like(loc),
             logits_loc=self.cu_seqlens_q[1:].long() - 1,

@@ -46,6 +46,18 @@ _SHAPES = (
     "swa/target_verify/recorded/window4-topk2",
     "swa/draft_extend_v2/recorded/window12-fixed3",
 )
+_IN_CHUNKS = (
+    *("chunk/decode/recorded/chunk32-edges", "chunk/mixed/recorded/chunk32-edges"),
+    *(
+        "chunk/target_verify/recorded/chunk32-chain8",
+        "chunk/target_verify/recorded/chunk32-deep-sinks",
+    ),
+    *(
+        "chunk/draft_decode/recorded/chunk32-frozen-kv-rows3",
+        "chunk/decode/recorded/chunk32-finished",
+    ),
+    "chunk/extend/eager/chunk64-128-page64",
+)
 _LATENT = (
     *("mla/decode/recorded/page64-ends", "mla/extend/recorded/page64-ends"),
     *("mla/target_verify/recorded/page64-chain3", "mla/target_verify/recorded/page64-topk4"),
@@ -205,6 +217,14 @@ TARGETS = (
         Killers(_cells("flashinfer", *_STEP, *_SHAPES), ("attention/test_csr_layout.py",)),
     ),
     Target(
+        "attention/layouts/chunks.py",
+        (),
+        Killers(
+            _cells("fa4", *_IN_CHUNKS) + _cells("flashinfer", *_IN_CHUNKS),
+            ("attention/test_chunks.py",),
+        ),
+    ),
+    Target(
         "attention/layouts/page_table.py",
         (),
         Killers(
@@ -242,9 +262,12 @@ TARGETS = (
         "attention/backends/flashinfer_backend.py",
         (
             *("FlashInferBackend.host_plan", "FlashInferBackend.plan"),
-            "FlashInferBackend.forward",
+            *("FlashInferBackend.forward", "Calls.shape", "Calls.lens", "Calls.tables"),
         ),
-        Killers(_FLASHINFER, ("attention/test_flashinfer_backend.py",)),
+        Killers(
+            _FLASHINFER + _cells("flashinfer", *_IN_CHUNKS),
+            ("attention/test_flashinfer_backend.py", "attention/test_chunks.py"),
+        ),
     ),
     Target(
         "attention/backends/flashinfer_mla_backend.py",
@@ -299,9 +322,9 @@ TARGETS = (
         "attention/flash_attention.py",
         (
             *("FlashAttentionBackend.plan", "FlashAttentionBackend.forward"),
-            "prefix_window",
+            *("prefix_window", "_requests", "_virtual", "FlashAttentionPlan"),
         ),
-        Killers(_cells("fa4", *_STEP, *_SHAPES), ("attention/test_fa_backends.py",)),
+        Killers(_cells("fa4", *_STEP, *_SHAPES, *_IN_CHUNKS), ("attention/test_fa_backends.py",)),
     ),
     Target(
         "attention/backends/fa4_backend.py",

@@ -13,6 +13,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.gpus import GIB, gpu_by_name
 from paceline.core.model.cache_groups import cache_group_specs
 from paceline.models.config import parse_config
+from paceline.models.ends import with_ends
 from paceline.models.locate import locate
 from paceline.plan.memory.budget_table import budget_lines, compare, table
 from paceline.plan.memory.fit import require_fit
@@ -249,12 +250,19 @@ def shape_of(device=CPU, **asked):
     return options.max_num_seqs, options.max_num_batched_tokens, origins
 
 
-def test_where_nothing_is_generated_steps_are_longer_and_graphs_of_small_models_hold_them():
-    config = parse_config(locate("bert-base").config | {"num_hidden_layers": 1})
+@pytest.mark.parametrize(
+    ("model", "tokens", "why"),
+    [
+        ("qwen3-embedding-0.6b", 16384, "chosen: usual on cuda where nothing is generated"),
+        ("bert-base", 8192, "chosen: usual on cuda"),  # it waits for the host, not the host for it
+    ],
+)
+def test_where_nothing_is_generated_graphs_of_small_models_hold_whole_steps(model, tokens, why):
+    source = locate(model)
+    config = with_ends(parse_config(source.config | {"num_hidden_layers": 1}), source, None)
     chosen = resolve({}, demands_of(config, H200))[0]
     options = chosen.options
-    assert (options.max_num_batched_tokens, options.cuda_graph_max_tokens) == (16384, 16384)
-    why = "chosen: usual on cuda where nothing is generated"
+    assert (options.max_num_batched_tokens, options.cuda_graph_max_tokens) == (tokens, tokens)
     assert chosen.origins["max_num_batched_tokens"] == why
 
 

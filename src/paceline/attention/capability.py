@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from paceline.attention.contract import AttentionConfig, Capabilities
+from paceline.attention.contract import AttentionConfig, Capabilities, ChunkSupport
 from paceline.core.modes import MaskKind
 
 
@@ -63,11 +63,18 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
         same = can.v_head_dim_differs or dim == v_dim or latents is not None
         need(same, "V head dim", f"that of K ({dim})", v_dim)
     need(can.window or not want.window, "sliding window", "absent", "present")
-    need(can.chunks or not want.chunks, "chunk-local attention", "absent", "present")
+    has_chunks = can.chunks is not ChunkSupport.NEVER or not want.chunks
+    need(has_chunks, "chunk-local attention", "absent", "present")
+    if can.chunks is ChunkSupport.WHOLE_PAGES:
+        for size in sorted(want.chunks):
+            pages = f"of whole pages of {want.page_size} tokens"
+            need(size % want.page_size == 0, "chunks", pages, f"{size} tokens")
     sees_ahead = want.chunks and MaskKind.BLOCK in want.masks  # nobody says how far, past a chunk
     need(not sees_ahead, "chunk-local attention beside blocks", "absent", "present")
     has_tree_window = MaskKind.TREE in want.masks and want.window
     need(can.tree_windows or not has_tree_window, "sliding window in a tree", "absent", "present")
+    has_tree_chunk = MaskKind.TREE in want.masks and bool(want.chunks)
+    need(can.tree_windows or not has_tree_chunk, "chunks in a tree", "absent", "present")
     need(can.soft_cap or not want.soft_cap, "soft cap", "absent", "present")
     need(can.sinks or not want.sinks, "attention sinks", "absent", "present")
     need(can.returns_lse or not want.needs_lse, "log-sum-exp", "not needed", "needed")

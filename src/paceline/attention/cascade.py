@@ -3,7 +3,8 @@
 Of a tree step the inner backend attends to the prefix alone, which no mask divides, and our own
 kernels to the step alone, under the ancestors' mask; a merge by log-sum-exp joins both parts and
 applies the sinks, once.  A window hides keys by position, also within the prefix, so windowed
-layers of a tree step take our paged kernel over all their keys: the window keeps that small.
+layers of a tree step take our paged kernel over all their keys: the window keeps that small.  A
+chunk hides keys by position too, but of the prefix all or none that lie in it: two parts will do.
 Every other step is the inner backend's alone.
 """
 
@@ -85,7 +86,7 @@ class CascadeBackend(AttentionBackend[Any, CascadePlan]):
             return self.inner.forward(q, k, v, layer, plan.inner, part)
         if part is Part.STEP:
             return attend_step(q, k, v, layer, plan.tree)
-        if layer.spec.window is not None:
+        if layer.spec.chunk is None and layer.spec.sliding is not None:
             return _windowed_tree(q, layer, plan.tree, part)
         prefix = self.inner.forward(q, k, v, layer, plan.inner, Part.PREFIX)
         if part is Part.PREFIX:
@@ -116,12 +117,12 @@ def cascade(inner: AttentionBackend) -> CascadeBackend:
     )
 
 
-def needs_cascade(can: Capabilities, masks: frozenset[MaskKind], *, window: bool) -> bool:
+def needs_cascade(can: Capabilities, masks: frozenset[MaskKind], *, lookback: bool) -> bool:
     """Whether trees are asked of a backend that cannot serve them, but could be composed.
 
-    window: whether some layer has one.
+    lookback: whether some layer has a window or chunks.
     """
-    is_served = MaskKind.TREE in can.masks and (can.tree_windows or not window)
+    is_served = MaskKind.TREE in can.masks and (can.tree_windows or not lookback)
     return MaskKind.TREE in masks and not is_served and can.returns_lse
 
 

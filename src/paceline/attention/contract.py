@@ -34,6 +34,15 @@ class GraphSupport(IntEnum):
     ALWAYS = 3  # ragged steps too
 
 
+class ChunkSupport(IntEnum):
+    """Which layers that see the keys of a token's own chunk alone a backend serves, in a tree as
+    its tree_windows say."""
+
+    NEVER = 0
+    WHOLE_PAGES = 1  # chunks of whole pages: a page table read from a chunk's first page on
+    ALWAYS = 2
+
+
 def needed_support(extend_len: int | None) -> GraphSupport:
     """What a backend must support for a step to be captured; others run eagerly.
 
@@ -74,7 +83,7 @@ class Capabilities:
     host_plan: bool  # plans on the host, from exact lengths, before every run
     loads_dead_slots: bool = True  # multiplies slots it masks by 0: they must hold finite numbers;
     # False claims that it never does, and is held to it by NaN in every dead slot
-    tree_windows: bool = True  # masks windows in a tree too, where they follow the branch
+    tree_windows: bool = True  # masks windows and chunks in a tree too: they follow the branch
     shares_prefixes: bool = False  # reads what many rows of a decode share once for several of them
     max_cuda_arch: tuple[int, int] | None = (
         None  # compute capability, of kernels for one generation
@@ -83,7 +92,7 @@ class Capabilities:
     # have, and those of K alone.  None: head_dims says it all
     scaled_latents: bool = False  # reads latents in float8 with a scale for each row
     step_alone: bool = False  # serves Part.STEP, with a log-sum-exp
-    chunks: bool = False  # layers that see the keys of a token's own chunk, in a tree too
+    chunks: ChunkSupport = ChunkSupport.NEVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +114,7 @@ class AttentionConfig:
     encoder: bool = False  # some layer reads an encoder's rows: Part.PREFIX, at their lengths
     cache_free: bool = False  # some step has no cache: it attends to its own rows alone
     step_alone: bool = False  # Part.STEP is asked for
-    chunks: bool = False  # some layer sees the keys of a token's own chunk alone
+    chunks: frozenset[int] = frozenset()  # tokens of those that some layers see alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +131,11 @@ class AttentionSpec:
     window: Lookback | None  # keys visible; None = all
     soft_cap: float | None  # cap * tanh(score / cap)
     v_in_k: bool = False  # V is the leading columns of K, and v_cache a view of k_cache
+
+    @property
+    def chunk(self) -> Chunk | None:
+        """The chunks that its tokens see their own of; None where they see past them."""
+        return self.window if isinstance(self.window, Chunk) else None
 
     @property
     def sliding(self) -> int | None:
@@ -159,6 +173,11 @@ class Limits:
     share_prefixes: bool = False  # decodes whose view says so read what rows share once
     prefix_alone: bool = False  # forward is asked for Part.PREFIX of causal steps too: the cache is
     # frozen, and the step's own keys are not in it
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Those of its layers, each once."""
+        return tuple(dict.fromkeys(spec.chunk for spec in self.layers if spec.chunk is not None))
 
     def parts(self, mask: MaskKind) -> tuple[Part, ...]:
         """What `forward` may ask of the pages in a step with `mask`, where a tree's own rows are

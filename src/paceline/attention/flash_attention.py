@@ -3,7 +3,8 @@
 The libraries read lengths and page tables on the device; nothing is planned on the host.  They
 walk at least one tile of keys, so that a request of no key would read the page-table entry before
 its row.  A request without a prefix has none when the prefix is attended alone: it is shown one
-key, and its result is replaced by out 0, lse −inf.
+key, and its result is replaced by out 0, lse −inf.  They know no chunks: layers with chunks are
+called over virtual requests (attention/layouts/chunks.py).
 """
 
 from abc import abstractmethod
@@ -13,8 +14,15 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part
+from paceline.attention.contract import (
+    AttentionBackend,
+    AttentionSpec,
+    LayerCache,
+    Limits,
+    Part,
+)
 from paceline.attention.held import OPAQUE
+from paceline.attention.layouts.chunks import VirtualRequests, virtual_requests
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import MaskKind
@@ -28,6 +36,7 @@ class FlashAttentionBuffers(Generic[LibraryT]):
     """The library, and what a step writes beside its page tables."""
 
     library: LibraryT = field(metadata=OPAQUE)
+    limits: Limits = field(metadata=OPAQUE)
     prefix_used: Tensor  # [max_reqs]  int32
     lacks_prefix: Tensor  # [max_tokens]  bool
 
@@ -40,6 +49,13 @@ class FlashAttentionPlan(Generic[LibraryT]):
     table: PageTablePlan
     prefix_used: Tensor  # [padded_reqs]  int32  prefix_lens, but at least 1
     lacks_prefix: Tensor  # [padded_tokens]  bool  the token's request has no prefix
+    virtual: tuple[VirtualRequests, ...]  # of each part that is asked for, and group with chunks
+
+    def virtual_of(self, group: int, part: Part) -> VirtualRequests:
+        """What a call over a part reads for the layers of a group with chunks."""
+        is_prefix = part is Part.PREFIX
+        [found] = [one for one in self.virtual if (one.group, one.is_prefix) == (group, is_prefix)]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,6 +100,7 @@ class FlashAttentionBackend(
         """
         return FlashAttentionBuffers(
             library=self.import_library() if self.library is None else self.library,
+            limits=limits,
             prefix_used=torch.ones(limits.max_reqs, dtype=torch.int32, device=limits.device),
             lacks_prefix=torch.zeros(limits.max_tokens, dtype=torch.bool, device=limits.device),
         )
@@ -95,7 +112,7 @@ class FlashAttentionBackend(
     def plan(
         self, view: StepView, buffers: FlashAttentionBuffers[LibraryT]
     ) -> FlashAttentionPlan[LibraryT]:
-        """The page-table layout as derived, and which requests have no prefix."""
+        """The page-table layout as derived, which requests have no prefix, and where chunks cut."""
         used = buffers.prefix_used[: view.padded_reqs]
         torch.clamp(view.prefix_lens, min=1, out=used)
         lacks = buffers.lacks_prefix[: view.padded_tokens]
@@ -105,6 +122,11 @@ class FlashAttentionBackend(
             table=page_table_plan(view),
             prefix_used=used,
             lacks_prefix=lacks,
+            virtual=tuple(
+                requests
+                for part in buffers.limits.parts(view.mask)
+                for requests in virtual_requests(view, buffers.limits, part)
+            ),
         )
 
     def forward(
@@ -120,27 +142,52 @@ class FlashAttentionBackend(
 
         Raises KernelArgumentError for a windowed layer's prefix that `prefix_window` cannot state.
         """
-        spec, table, is_whole = layer.spec, plan.table, part is Part.ALL
-        assert table.mask is MaskKind.CAUSAL or not is_whole, "a tree is for cascade"
-        window, sliding = None, spec.sliding
-        if sliding is not None:
-            window = (sliding - 1, 0) if is_whole else prefix_window(sliding, table, tokens=len(q))
-        rows = VisibleKeys(
-            page_table=table.page_tables[spec.group],
-            keys_used=table.kv_lens if is_whole else plan.prefix_used,
-            cu_seqlens_q=table.cu_seqlens_q,
-            max_extend_len=table.max_extend_len,
-            is_causal=is_whole,
-            window=window,
-            wants_lse=not is_whole,
-        )
+        spec, is_whole = layer.spec, part is Part.ALL
+        assert plan.table.mask is MaskKind.CAUSAL or not is_whole, "a tree is for cascade"
+        if spec.chunk is None:
+            rows, lacks = _requests(spec, plan, part, tokens=len(q)), plan.lacks_prefix
+        else:
+            virtual = plan.virtual_of(spec.group, part)
+            rows, lacks = _virtual(virtual), virtual.lacks_prefix
         out, lse = self.attend(plan.library, q, layer, rows=rows)
         if is_whole:
             return out, None  # a library's lse counts the sinks, and nobody asks for it
         assert lse is not None
-        out.masked_fill_(plan.lacks_prefix.view(-1, 1, 1), 0.0)
+        out.masked_fill_(lacks.view(-1, 1, 1), 0.0)
         by_token = lse.t().contiguous()
-        return out, by_token.masked_fill_(plan.lacks_prefix.unsqueeze(1), float("-inf"))
+        return out, by_token.masked_fill_(lacks.unsqueeze(1), float("-inf"))
+
+
+def _requests(
+    spec: AttentionSpec, plan: FlashAttentionPlan[LibraryT], part: Part, *, tokens: int
+) -> VisibleKeys:
+    """The keys of a step's own requests, all or within a window."""
+    table, is_whole = plan.table, part is Part.ALL
+    window, sliding = None, spec.sliding
+    if sliding is not None:
+        window = (sliding - 1, 0) if is_whole else prefix_window(sliding, table, tokens=tokens)
+    return VisibleKeys(
+        page_table=table.page_tables[spec.group],
+        keys_used=table.kv_lens if is_whole else plan.prefix_used,
+        cu_seqlens_q=table.cu_seqlens_q,
+        max_extend_len=table.max_extend_len,
+        is_causal=is_whole,
+        window=window,
+        wants_lse=not is_whole,
+    )
+
+
+def _virtual(requests: VirtualRequests) -> VisibleKeys:
+    """The keys of virtual requests: they see all of theirs."""
+    return VisibleKeys(
+        page_table=requests.page_table,
+        keys_used=requests.keys_used,
+        cu_seqlens_q=requests.cu_seqlens_q,
+        max_extend_len=requests.max_extend_len,
+        is_causal=not requests.is_prefix,
+        window=None,
+        wants_lse=requests.is_prefix,
+    )
 
 
 def prefix_window(window: int, table: PageTablePlan, *, tokens: int) -> tuple[int, int]:

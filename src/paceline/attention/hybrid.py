@@ -160,7 +160,7 @@ def _common(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         shares_prefixes=decode.shares_prefixes,
         scaled_latents=prefill.scaled_latents and decode.scaled_latents,
         step_alone=prefill.step_alone and decode.step_alone,
-        chunks=prefill.chunks and decode.chunks,
+        chunks=min(prefill.chunks, decode.chunks),
         latent_dims=_both(prefill.latent_dims, decode.latent_dims),
     )
 

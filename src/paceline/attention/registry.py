@@ -117,10 +117,14 @@ def _composed(
     """(name of the backend that would serve both, what to add to why)."""
     can = load_backend(name).capabilities
     asked = [config] if drafts is None else [config, drafts]
-    if not any(needs_cascade(can, layers.masks, window=layers.window) for layers in asked):
+    if not any(_needs_cascade(can, layers) for layers in asked):
         return name, ""
-    lacks = "windows in a tree" if MaskKind.TREE in can.masks else "tree mask"
+    lacks = "windows or chunks in a tree" if MaskKind.TREE in can.masks else "tree mask"
     return str(Cascade(name)), f"; {name} has no {lacks}, so trees run by cascade"
+
+
+def _needs_cascade(can: Capabilities, asked: AttentionConfig) -> bool:
+    return needs_cascade(can, asked.masks, lookback=asked.window or bool(asked.chunks))
 
 
 def _reasons(name: str, config: AttentionConfig, drafts: AttentionConfig | None) -> list[str]:

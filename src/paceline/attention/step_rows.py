@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.attention.contract import LayerCache
 from paceline.attention.layouts.page_table import PageTablePlan
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.modes import MaskKind
 from paceline.kernels.ragged_attention import ragged_attention
 from paceline.kernels.tree_attention import tree_attention
@@ -27,8 +28,8 @@ def attend_step(
     layer over the rows of its own request in the step, under the step's mask; no sinks.
 
     q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *head_dim], whose
-    heads and dims need not be those of the cache.  A window counts positions, as everywhere.
-    Raises ConfigError for a layer with chunks, which are cut by more than the step's own rows.
+    heads and dims need not be those of the cache.  Windows and chunks go by position, as always.
+    Raises ConfigError for a layer with chunks where the step is no tree.
     by_triton: on a CPU too, by its interpreter.
     """
     spec = layer.spec
@@ -41,7 +42,7 @@ def attend_step(
             q,
             k,
             v,
-            _within(table.tree_mask, extend, spec.sliding),
+            _within(table.tree_mask[:, :extend], table.prefix_lens, spec.window),
             extend_len=extend,
             scale=spec.scale,
             soft_cap=spec.soft_cap,
@@ -69,14 +70,23 @@ def attend_step(
     )
 
 
-def _within(tree_mask: Tensor, extend: int, window: int | None) -> Tensor:
-    """[padded_tokens, extend] bool: the mask, less the ancestors that a window hides.
+def _within(tree_mask: Tensor, prefix_lens: Tensor, lookback: Lookback | None) -> Tensor:
+    """[padded_tokens, extend] bool: the mask, less the ancestors that a window or a chunk hides.
 
-    Worked example, a chain of 3 under window 2: the third row's [1, 1, 1] becomes [0, 1, 1].
+    Worked example, a chain of 3 behind a prefix of 5: the third row's [1, 1, 1] becomes [0, 1, 1]
+    under a window of 2, and [0, 0, 1] in chunks of 7.
     """
-    mask = tree_mask[:, :extend]
-    if window is None:
-        return mask
-    depths = mask.sum(1, dtype=torch.int32)
-    behind = depths.unsqueeze(1) - depths.view(-1, extend).repeat_interleave(extend, 0)
-    return mask & (behind < window)
+    if lookback is None:
+        return tree_mask
+    extend = tree_mask.shape[1]
+    depths = tree_mask.sum(1, dtype=torch.int32)
+    if isinstance(lookback, Chunk):
+        positions = prefix_lens.repeat_interleave(extend) + depths - 1
+        own = positions // lookback.size  # a chunk's number
+        return tree_mask & (own.unsqueeze(1) == _by_column(own, extend))
+    return tree_mask & (depths.unsqueeze(1) - _by_column(depths, extend) < lookback)
+
+
+def _by_column(rows: Tensor, extend: int) -> Tensor:
+    """[padded_tokens] -> [padded_tokens, extend]: of each row of the same request."""
+    return rows.view(-1, extend).repeat_interleave(extend, 0)

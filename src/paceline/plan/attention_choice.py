@@ -135,7 +135,9 @@ def attention_config(
         page_size=known(options.page_size),
         heads=config.heads,
         window=any(isinstance(layer.window, int) for layer in config.layers),
-        chunks=any(isinstance(layer.window, Chunk) for layer in config.layers),
+        chunks=frozenset(
+            layer.window.size for layer in config.layers if isinstance(layer.window, Chunk)
+        ),
         soft_cap=any(layer.soft_cap is not None for layer in config.layers),
         sinks=any(layer.sinks for layer in config.layers),
         masks=masks,

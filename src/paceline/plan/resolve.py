@@ -55,7 +55,8 @@ CPU_DRAFTING = 1  # request; with more, the bundled head costs more than it gain
 USUAL_ON_GPU = ((60 * GIB, StepSize(256, 8192)), (35 * GIB, StepSize(128, 4096)))
 USUAL_ON_SMALL_GPU = StepSize(64, 2048)
 # Where nobody decodes, no token waits for the end of a step: on a GPU so many times as long a step
-# gives the host that much longer to prepare the next, and products that much more rows.
+# gives the host that much longer to prepare the next, and products that much more rows.  Encoders
+# are so fast that they wait for the host to read texts, and begin sooner with a shorter step.
 POOLED_STEPS = 2
 
 
@@ -323,7 +324,7 @@ def _usual(device: DeviceFacts, config: ModelConfig) -> tuple[StepSize, str]:
     for least, larger in reversed(USUAL_ON_GPU):
         if device.total_bytes >= least:
             size, why = larger, "usual on cuda"
-    if End.GENERATE in config.ends:
+    if End.GENERATE in config.ends or config.reads_whole:
         return size, why
     return replace(size, tokens=POOLED_STEPS * size.tokens), f"{why} where nothing is generated"
 

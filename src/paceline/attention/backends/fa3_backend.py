@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.attention.contract import (
     AttentionConfig,
     Capabilities,
+    ChunkSupport,
     GraphSupport,
     LayerCache,
 )
@@ -74,6 +75,7 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
         graph=GraphSupport.ALWAYS,
         host_plan=False,
         loads_dead_slots=True,
+        chunks=ChunkSupport.WHOLE_PAGES,
         latent_dims=frozenset({(512, 64)}),
     )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.attention.contract import (
     AttentionConfig,
     Capabilities,
+    ChunkSupport,
     GraphSupport,
     LayerCache,
 )
@@ -75,6 +76,7 @@ class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
         graph=GraphSupport.ALWAYS,
         host_plan=False,
         loads_dead_slots=True,
+        chunks=ChunkSupport.WHOLE_PAGES,
     )
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:

@@ -8,9 +8,10 @@ with one row.  A tree is its prefix and, under a mask of bits, its own rows, mer
 import importlib
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from paceline.attention.backends.flashinfer_session import (
 from paceline.attention.backends.flashinfer_tree import LN2, TreeRows, as_cached
 from paceline.attention.backends.flashinfer_wrappers import (
     HostLens,
+    KeyLists,
     StepShape,
     constants,
     rings_bytes,
@@ -34,19 +36,29 @@ from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
     Capabilities,
+    ChunkSupport,
     GraphSupport,
     LayerCache,
     Limits,
     Part,
 )
 from paceline.attention.held import OPAQUE, tensor_bytes
+from paceline.attention.layouts.chunks import (
+    chunk_limits,
+    chunk_tables,
+    cut_lens,
+    lacks_prefix,
+    most_virtual,
+    without_chunks,
+)
 from paceline.attention.layouts.csr import (
-    CsrBuffers,
     CsrPlan,
     csr_lens,
     derive_lists,
+    group_tables,
     make_csr_buffers,
 )
+from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
@@ -56,40 +68,72 @@ MODULE = "flashinfer"
 LEAST_LSE = -3e4
 
 
+class Calls(NamedTuple):
+    """The calls of a step that share lists of keys."""
+
+    part: Part
+    chunk: Chunk | None  # of their layers; None: of those without
+
+    def __str__(self) -> str:
+        return self.part.value if self.chunk is None else f"{self.part.value} in {self.chunk}"
+
+    def shape(self, mask: MaskKind, reqs: int, tokens: int) -> StepShape:
+        """Of a step of so many requests: where chunks cut it, of virtual ones."""
+        if self.chunk is not None and self.part is Part.ALL:
+            reqs = most_virtual(reqs, tokens, self.chunk)
+        return StepShape(self.part, mask, reqs, tokens, self.chunk)
+
+    def lens(self, step: Step) -> tuple[Sequence[int], Sequence[int]]:
+        """([requests of the shape] tokens, as many keys) by what the host knows."""
+        extends, prefixes = step.layout.extend_lens, step.prefix_lens_bound
+        if self.chunk is None:
+            return extends, prefixes if self.part is Part.PREFIX else step.kv_lens_bound
+        if self.part is Part.PREFIX:
+            return extends, [prefix % self.chunk.size for prefix in prefixes]
+        tokens, keys = zip(*cut_lens(prefixes, extends, self.chunk), strict=True)
+        return tokens, keys
+
+    def tables(self, view: StepView, limits: Limits, lists: KeyLists) -> dict[int, Tensor]:
+        """[requests of the shape, pages] int32, by group: the view's, or where chunks begin.
+
+        Virtual requests are those that were planned: a row that the device froze since has others.
+        """
+        if self.chunk is None:
+            return group_tables(view, lists.csr)
+        most = self.shape(view.mask, view.padded_reqs, view.padded_tokens).reqs
+        cuts = None if self.part is Part.PREFIX else lists.qo_indptr[: most + 1]
+        return chunk_tables(view, limits, self.chunk, cuts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlashInferBuffers:
     """Everything whose address a graph may hold, at its largest, and the wrappers bound to it."""
 
     limits: Limits = field(metadata=OPAQUE)
     workspace: Tensor  # [workspace_bytes]  uint8  partial results of one kernel
-    qo_indptr: Tensor  # [max_reqs + 1]  int32  the library's copy of the step's cu_seqlens_q
-    everything: CsrBuffers  # of Part.ALL
-    prefix: CsrBuffers  # of Part.PREFIX
+    lists: dict[Calls, KeyLists]
     session: WrapperSession = field(metadata=OPAQUE)
-
-    def csr(self, part: Part) -> CsrBuffers:
-        """The lists of one part's keys."""
-        return self.prefix if part is Part.PREFIX else self.everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlashInferPlan:
-    """The wrappers a step runs, by the part it asks for, and what they read."""
+    """The wrappers a step runs, by what they are for, and what they read."""
 
-    wrappers: dict[Part, Wrappers]
+    wrappers: dict[Calls, Wrappers]
     lists: tuple[CsrPlan, ...]  # of each part and group
     locs: tuple[Tensor, ...]  # [num_groups] of [padded_tokens]  int64  slots the step wrote
+    lacks_prefix: dict[Calls, Tensor]  # [padded_tokens]  bool  the token's chunk has no key of it
 
     @property
     def tree(self) -> TreeRows | None:
         """The step's own rows, if it is a tree that needs no cascade."""
-        prefix = self.wrappers.get(Part.PREFIX)
+        prefix = self.wrappers.get(Calls(Part.PREFIX, None))
         return None if prefix is None else prefix.tree
 
 
 @dataclass(frozen=True)
 class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
-    """Causal steps, trees and prefixes of either; with windows, trees need a cascade.
+    """Causal steps, trees and prefixes of either; with windows or chunks, trees need a cascade.
 
     library: the module flashinfer, or one with its classes; None imports it when it is needed.
     """
@@ -113,6 +157,7 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
         host_plan=True,
         loads_dead_slots=True,  # those before a window
         tree_windows=False,  # it counts a window by rows, a tree by depth
+        chunks=ChunkSupport.WHOLE_PAGES,
     )
     kept_fields = frozenset({"page_range"})
 
@@ -128,14 +173,19 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
         """Workspace and lists for the largest step; wrappers come with the steps' shapes."""
         device, library = limits.device, self.library or importlib.import_module(MODULE)
         workspace = torch.empty(workspace_bytes(limits), dtype=torch.uint8, device=device)
-        qo_indptr = torch.zeros(limits.max_reqs + 1, dtype=torch.int32, device=device)
+        lists: dict[Calls, KeyLists] = {}
+        whole = _offsets(limits)
+        for chunk in dict.fromkeys(spec.chunk for spec in limits.layers):
+            within = without_chunks(limits) if chunk is None else chunk_limits(limits, chunk)
+            cut = whole if chunk is None else _offsets(within)
+            for part, offsets in ((Part.ALL, cut), (Part.PREFIX, whole)):
+                csr = make_csr_buffers(within)
+                lists[Calls(part, chunk)] = KeyLists(qo_indptr=offsets, csr=csr)
         return FlashInferBuffers(
             limits=limits,
             workspace=workspace,
-            qo_indptr=qo_indptr,
-            everything=make_csr_buffers(limits),
-            prefix=make_csr_buffers(limits),
-            session=WrapperSession(library, limits, workspace=workspace, qo_indptr=qo_indptr),
+            lists=lists,
+            session=WrapperSession(library, limits, workspace=workspace),
         )
 
     def buffer_bytes(self, limits: Limits) -> int:
@@ -145,33 +195,40 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
 
     def host_plan(self, step: Step, buffers: FlashInferBuffers) -> None:
         """Plan each part the step may ask for; makes the wrappers of a new shape."""
-        layout, page_size = step.layout, buffers.limits.page_size
-        qo_indptr = torch.tensor([0, *accumulate(layout.extend_lens)], dtype=torch.int32)
-        for part in buffers.limits.parts(step.mask):
-            shape = StepShape(part, step.mask, layout.num_reqs, layout.num_tokens)
-            kv_lens = step.prefix_lens_bound if part is Part.PREFIX else step.kv_lens_bound
-            lens = HostLens(
-                qo_indptr=qo_indptr,
-                csr=csr_lens(kv_lens, page_size),
-                max_extend_len=max(layout.extend_lens),
-            )
-            buffers.session.plan(shape, step.epoch, lens, buffers.csr(part))
+        layout, limits = step.layout, buffers.limits
+        for calls, lists in buffers.lists.items():
+            if calls.part in limits.parts(step.mask):
+                extends, kv_lens = calls.lens(step)
+                lens = HostLens(
+                    qo_indptr=torch.tensor([0, *accumulate(extends)], dtype=torch.int32),
+                    csr=csr_lens(kv_lens, limits.page_size),
+                    max_extend_len=max(extends),
+                )
+                shape = calls.shape(step.mask, layout.num_reqs, layout.num_tokens)
+                buffers.session.plan(shape, step.epoch, lens, lists)
 
     def plan(self, view: StepView, buffers: FlashInferBuffers) -> FlashInferPlan:
         """The page ids of every part that was planned for this shape, and a tree's mask."""
-        planned: dict[Part, Wrappers] = {}
-        lists: list[CsrPlan] = []
-        for part in buffers.limits.parts(view.mask):
-            shape = StepShape(part, view.mask, view.padded_reqs, view.padded_tokens)
-            wrappers = buffers.session.planned(shape)
+        planned: dict[Calls, Wrappers] = {}
+        found: list[CsrPlan] = []
+        lacks: dict[Calls, Tensor] = {}
+        limits = buffers.limits
+        for calls, lists in buffers.lists.items():
+            shape = calls.shape(view.mask, view.padded_reqs, view.padded_tokens)
+            is_asked = calls.part in limits.parts(view.mask)
+            wrappers = buffers.session.planned(shape) if is_asked else None
             if wrappers is not None:
-                planned[part] = wrappers
-                csr = buffers.csr(part)
-                lists += derive_lists(view, csr, is_prefix=part is Part.PREFIX)
+                planned[calls] = wrappers
+                csr, is_prefix = lists.csr, calls.part is Part.PREFIX
+                tables = calls.tables(view, limits, lists)
+                found += derive_lists(tables, csr, is_prefix=is_prefix, chunk=calls.chunk)
+                if calls.chunk is not None and is_prefix:
+                    lacks[calls] = lacks_prefix(view, calls.chunk)
         plan = FlashInferPlan(
             wrappers=planned,
-            lists=tuple(lists),
+            lists=tuple(found),
             locs=tuple(group.out_cache_loc for group in view.groups),
+            lacks_prefix=lacks,
         )
         if plan.tree is not None:
             assert view.tree_mask is not None, "a tree step carries a tree mask"
@@ -184,7 +241,8 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
         """See AttentionBackend.forward; lse comes with Part.PREFIX, with sinks and with trees."""
         spec, sinks = constants(layer.spec), layer.sinks
         tree = plan.tree if part is Part.ALL else None
-        paged = plan.wrappers.get(part if tree is None else Part.PREFIX)
+        calls = Calls(part if tree is None else Part.PREFIX, spec.chunk)
+        paged = plan.wrappers.get(calls)
         ring = None if paged is None else paged.rings.get(spec)
         if ring is None:
             raise unplanned(part, layer.spec)
@@ -199,6 +257,10 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
         if lse is not None:
             lse.mul_(LN2)  # the library's is base 2
             lse.masked_fill_(lse < LEAST_LSE, -math.inf)
+            if calls in plan.lacks_prefix:
+                lacks = plan.lacks_prefix[calls].unsqueeze(1)
+                out.masked_fill_(lacks.unsqueeze(2), 0.0)
+                lse.masked_fill_(lacks, -math.inf)
             if tree is not None:
                 k, v = as_cached(k, v, layer, plan.locs[spec.group])
                 tree.add_to(out, lse, q, k, v, spec=spec, sinks=sinks)
@@ -208,3 +270,8 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
         if layer.v_scale is not None:
             out.mul_(layer.v_scale)
         return out, lse
+
+
+def _offsets(limits: Limits) -> Tensor:
+    """[max_reqs + 1] int32."""
+    return torch.zeros(limits.max_reqs + 1, dtype=torch.int32, device=limits.device)

@@ -44,6 +44,7 @@ from paceline.attention.layouts.csr import (
     CsrPlan,
     csr_lens,
     derive_lists,
+    group_tables,
     make_csr_buffers,
 )
 from paceline.core.errors import ConfigError, KernelArgumentError
@@ -187,7 +188,8 @@ class FlashInferMLABackend(AttentionBackend[FlashInferMLABuffers, FlashInferMLAP
                 planned = buffers.rings[key].planned
                 if planned is not None and planned[0] == shape:
                     wrappers[key] = planned[1]
-            lists += derive_lists(view, buffers.csr(part), is_prefix=part is Part.PREFIX)
+            csr = buffers.csr(part)
+            lists += derive_lists(group_tables(view, csr), csr, is_prefix=part is Part.PREFIX)
         return FlashInferMLAPlan(wrappers=wrappers, lists=tuple(lists))
 
     def forward(

@@ -13,13 +13,13 @@ from torch import Tensor
 from paceline.attention.backends.flashinfer_tree import TreeRows
 from paceline.attention.backends.flashinfer_wrappers import (
     HostLens,
+    KeyLists,
     StepShape,
     WrapperRing,
     distinct_constants,
     window_left,
 )
 from paceline.attention.contract import AttentionSpec, Limits
-from paceline.attention.layouts.csr import CsrBuffers
 from paceline.core.modes import MaskKind
 from paceline.kernels.stand_in import device_type
 
@@ -36,28 +36,25 @@ class Wrappers:
 
 
 class WrapperSession:
-    """Makes, plans and keeps wrappers; all of them share the workspace and the row offsets."""
+    """Makes, plans and keeps wrappers; all of them share the workspace."""
 
-    def __init__(
-        self, library: Any, limits: Limits, *, workspace: Tensor, qo_indptr: Tensor
-    ) -> None:
-        """workspace: [workspace_bytes] uint8; qo_indptr: [max_reqs + 1] int32."""
+    def __init__(self, library: Any, limits: Limits, *, workspace: Tensor) -> None:
+        """workspace: [workspace_bytes] uint8."""
         self._library = library
         self._limits = limits
         self._workspace = workspace
-        self._qo_indptr = qo_indptr
         self._made: dict[StepShape, Wrappers] = {}  # the longest unplanned first
         self._recorded: set[StepShape] = set()  # whose wrappers a graph may hold
 
-    def plan(self, shape: StepShape, turn: int, lens: HostLens, csr: CsrBuffers) -> None:
-        """Plan a shape by the host's lengths, on wrappers over `csr` that are made where it is new.
+    def plan(self, shape: StepShape, turn: int, lens: HostLens, lists: KeyLists) -> None:
+        """Plan a shape by the host's lengths, on wrappers over `lists`, made where it is new.
 
         turn: the step's epoch.  Queues copies; waits for a shape's first plan alone.
         """
         wrappers = self._made.get(shape)
         if wrappers is None:
             self._forget_oldest()
-            wrappers = self._make(shape, csr)
+            wrappers = self._make(shape, lists)
             for ring in wrappers.rings.values():
                 ring.plan_first(lens)
         else:
@@ -81,11 +78,12 @@ class WrapperSession:
         if len(loose) >= KEPT_SHAPES:
             del self._made[loose[0]]
 
-    def _make(self, shape: StepShape, csr: CsrBuffers) -> Wrappers:
-        """For every set of layer constants whose window the library can say."""
+    def _make(self, shape: StepShape, lists: KeyLists) -> Wrappers:
+        """For every set of layer constants with the shape's chunks whose window the library can
+        say."""
         limits, rings = self._limits, {}
         for spec in distinct_constants(limits.layers):
-            left = window_left(spec, shape)
+            left = window_left(spec, shape) if spec.chunk == shape.chunk else None
             if left is not None:
                 rings[spec] = WrapperRing(
                     self._library,
@@ -94,8 +92,7 @@ class WrapperSession:
                     shape=shape,
                     window_left=left,
                     workspace=self._workspace,
-                    qo_indptr=self._qo_indptr,
-                    csr=csr,
+                    lists=lists,
                 )
         tree = None
         if shape.mask is MaskKind.TREE and all(spec.window is None for spec in limits.layers):

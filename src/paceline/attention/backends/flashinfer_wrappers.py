@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from paceline.attention.contract import AttentionSpec, Limits, Part
+from paceline.attention.layouts.chunks import chunk_limits
 from paceline.attention.layouts.csr import CsrBuffers, CsrLens
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 from paceline.kernels.stand_in import multiprocessors
 
@@ -38,8 +40,9 @@ class StepShape:
 
     part: Part
     mask: MaskKind
-    reqs: int
+    reqs: int  # virtual ones, where layers have chunks and the prefix is not all
     tokens: int
+    chunk: Chunk | None = None  # of the layers it serves; None: those without
 
     @property
     def rows(self) -> int:
@@ -54,7 +57,7 @@ def window_left(spec: AttentionSpec, shape: StepShape) -> int | None:
     alone query i of n is where query i - n of the step would be.  In a tree a position is no row.
     Without a causal mask a schedule covers a window and one tile of keys: queries must fit a tile.
     """
-    window = spec.sliding
+    window = spec.sliding if spec.chunk is None else None
     if window is None:
         return -1
     if shape.part is Part.ALL:
@@ -75,6 +78,14 @@ def unplanned(part: Part, spec: AttentionSpec) -> KernelArgumentError:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeyLists:
+    """What wrappers of one part are bound to, for layers with one size of chunks, or without."""
+
+    qo_indptr: Tensor  # [max_reqs + 1]  int32  the library's copy of the tokens before each request
+    csr: CsrBuffers  # of the keys
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLens:
     """What the host knows of one part of a step."""
@@ -92,7 +103,7 @@ def workspace_bytes(limits: Limits) -> int:
         group = spec.num_heads // spec.num_kv_heads
         rows = max(
             ctas // spec.num_kv_heads * LARGEST_TILE,
-            limits.max_tokens * group + limits.max_reqs * LARGEST_TILE,
+            limits.max_tokens * group + most_reqs(limits, spec) * LARGEST_TILE,
         )
         largest = max(largest, spec.num_heads * rows * (spec.v_head_dim + 1) * 4)
     return largest + 2 * ALIGNMENT
@@ -109,11 +120,16 @@ def schedule_bytes(spec: AttentionSpec, shape: StepShape, device: torch.device) 
 
 def rings_bytes(limits: Limits) -> int:
     """Of the wrappers of one shape, at most: schedules of ring and tree, and what each keeps."""
-    shape = StepShape(Part.ALL, MaskKind.CAUSAL, limits.max_reqs, limits.max_tokens)
-    return sum(
-        2 * schedule_bytes(spec, shape, limits.device) + RING * WRAPPER_BYTES
-        for spec in distinct_constants(limits.layers)
-    )
+    found, tokens = 0, limits.max_tokens
+    for spec in distinct_constants(limits.layers):
+        shape = StepShape(Part.ALL, MaskKind.CAUSAL, most_reqs(limits, spec), tokens)
+        found += 2 * schedule_bytes(spec, shape, limits.device) + RING * WRAPPER_BYTES
+    return found
+
+
+def most_reqs(limits: Limits, spec: AttentionSpec) -> int:
+    """The requests of a wrapper for the largest step, virtual ones of a layer with chunks."""
+    return (limits if spec.chunk is None else chunk_limits(limits, spec.chunk)).max_reqs
 
 
 def distinct_constants(layers: tuple[AttentionSpec, ...]) -> list[AttentionSpec]:
@@ -142,8 +158,7 @@ class WrapperRing:
         shape: StepShape,
         window_left: int,
         workspace: Tensor,
-        qo_indptr: Tensor,
-        csr: CsrBuffers,
+        lists: KeyLists,
     ) -> None:
         self._limits = limits
         self._spec = spec
@@ -154,14 +169,14 @@ class WrapperRing:
             schedule_bytes(spec, shape, limits.device), dtype=torch.uint8, device=limits.device
         )
         self._no_pages = torch.empty(0, dtype=torch.int32, device=limits.device)
-        capacity = shape.reqs * limits.max_pages[spec.group]
+        csr, capacity = lists.csr, shape.reqs * lists.csr.widths[spec.group]
         self._wrappers = []
         for _ in range(RING):
             wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
                 workspace,
                 "NHD",
                 use_cuda_graph=True,
-                qo_indptr_buf=qo_indptr[: shape.reqs + 1],
+                qo_indptr_buf=lists.qo_indptr[: shape.reqs + 1],
                 paged_kv_indptr_buf=csr.kv_indptr[: shape.reqs + 1],
                 paged_kv_indices_buf=csr.kv_indices[spec.group][:capacity],
                 paged_kv_last_page_len_buf=csr.last_page_len[: shape.reqs],

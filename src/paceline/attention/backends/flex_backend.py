@@ -17,6 +17,7 @@ from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
     Capabilities,
+    ChunkSupport,
     GraphSupport,
     LayerCache,
     Limits,
@@ -24,6 +25,7 @@ from paceline.attention.contract import (
 )
 from paceline.attention.flex_attention import MaskMod, attend
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
+from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import StepView
 
@@ -104,6 +106,7 @@ class FlexBackend(AttentionBackend[FlexBuffers, FlexPlan]):
         host_plan=False,
         loads_dead_slots=False,
         step_alone=True,
+        chunks=ChunkSupport.ALWAYS,
     )
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
@@ -173,8 +176,8 @@ class FlexBackend(AttentionBackend[FlexBuffers, FlexPlan]):
                 values = keys[..., : spec.v_head_dim]
             else:
                 values = _gather(layer.v_cache, pages, plan.buffers.v)
-        _clear(values, plan.table, part, spec.sliding)
-        seen, reach = _mask(plan, part, spec.sliding, type(self).mask_mod)
+        _clear(values, plan.table, part, spec.window)
+        seen, reach = _mask(plan, part, spec.window, type(self).mask_mod)
         by_request, normalizer = attend(
             rows.of(q), keys, values, seen, reach, scale=spec.scale, soft_cap=spec.soft_cap
         )
@@ -196,7 +199,7 @@ def _gather(pages: Tensor, table: Tensor, into: Tensor) -> Tensor:
     return rows.view(reqs, width * size, *row).transpose(1, 2)
 
 
-def _clear(values: Tensor, table: PageTablePlan, part: Part, window: int | None) -> None:
+def _clear(values: Tensor, table: PageTablePlan, part: Part, lookback: Lookback | None) -> None:
     """Zero, in place, the values that no row of a request may see: a weight of 0 hides no NaN.
     Where V lies in K, that part of these keys, whose scores nobody counts.
 
@@ -207,13 +210,13 @@ def _clear(values: Tensor, table: PageTablePlan, part: Part, window: int | None)
     keys = torch.arange(values.shape[2], device=values.device).unsqueeze(0)
     keys = keys + prefix if part is Part.STEP else keys
     dead = keys >= end
-    if window is not None:
-        dead = dead | (keys <= prefix - window)
+    if lookback is not None:
+        dead = dead | (keys <= _last_hidden(lookback, prefix))
     values.masked_fill_(dead[:, None, :, None], 0.0)
 
 
 def _mask(
-    plan: FlexPlan, part: Part, window: int | None, own: MaskMod | None
+    plan: FlexPlan, part: Part, lookback: Lookback | None, own: MaskMod | None
 ) -> tuple[MaskMod, Tensor]:
     """(which keys a row sees, [padded_reqs, extend] an index that bounds them).
 
@@ -226,7 +229,7 @@ def _mask(
     elif part is Part.STEP:
         first = prefix
     last = torch.full_like(prefix[:1], rows.tokens.shape[1] - 1)
-    behind = None if window is None else rows.positions - window
+    behind = None if lookback is None else _last_hidden(lookback, rows.positions)
 
     def seen(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         key = position = kv_idx + first[batch]
@@ -243,3 +246,10 @@ def _mask(
         return sees
 
     return seen, ends - first.unsqueeze(1)
+
+
+def _last_hidden(lookback: Lookback, positions: Tensor) -> Tensor:
+    """The last key before those that rows at `positions` see; negative where they see all."""
+    if isinstance(lookback, Chunk):
+        return positions // lookback.size * lookback.size - 1
+    return positions - lookback

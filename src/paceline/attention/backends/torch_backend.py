@@ -8,6 +8,7 @@ from torch import Tensor
 from paceline.attention.contract import (
     AttentionBackend,
     Capabilities,
+    ChunkSupport,
     GraphSupport,
     LayerCache,
     Limits,
@@ -64,7 +65,7 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
         loads_dead_slots=False,
         scaled_latents=True,
         step_alone=True,
-        chunks=True,
+        chunks=ChunkSupport.ALWAYS,
     )
 
     def make_buffers(self, limits: Limits) -> tuple[GroupSlots, ...]:

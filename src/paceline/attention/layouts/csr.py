@@ -13,7 +13,7 @@ Offsets and last pages are host facts, for a backend that plans on the host; the
 device's own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.attention.contract import Limits
+from paceline.core.model.lookback import Chunk
 from paceline.core.padding import PAD_PAGE
 from paceline.kernels.step_view import StepView
 
@@ -34,17 +35,22 @@ class CsrBuffers:
     kv_indices: tuple[Tensor, ...]  # [num_groups] of [max_reqs * max_pages + 1]  int32  page ids;
     # the entry behind the last one takes what is unused
     page_range: Tensor  # [widest max_pages]  int32  0, 1, 2, ...
+    widths: tuple[int, ...]  # [num_groups]  pages of a request at most; 0 of groups not in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CsrPlan:
-    """One group's lists as a kernel reads them; part of a plan."""
+    """One group's lists as a kernel reads them; part of a plan.
+
+    Requests are virtual ones (layouts/chunks.py) of a group with chunks.
+    """
 
     group: int
     kv_indptr: Tensor  # [padded_reqs + 1]  int32  in pages
     kv_indices: Tensor  # [padded_reqs * max_pages]  int32  page ids; PAD_PAGE behind the end
     last_page_len: Tensor  # [padded_reqs]  int32
     is_prefix: bool  # of the prefix alone: Part.PREFIX
+    chunk: Chunk | None = None  # of the group's layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,6 +74,7 @@ def make_csr_buffers(limits: Limits) -> CsrBuffers:
         last_page_len=ints(limits.max_reqs),
         kv_indices=tuple(ints(limits.max_reqs * width + 1) for width in limits.max_pages),
         page_range=page_range,
+        widths=limits.max_pages,
     )
 
 
@@ -100,22 +107,31 @@ def derive_indices(kv_indptr: Tensor, page_table: Tensor, page_range: Tensor, ou
     out.index_copy_(0, target.view(-1).long(), page_table.reshape(-1))
 
 
-def derive_lists(view: StepView, csr: CsrBuffers, *, is_prefix: bool) -> tuple[CsrPlan, ...]:
-    """Write every group's page ids by the offsets in `csr`; returns the lists as kernels read them.
+def derive_lists(
+    tables: Mapping[int, Tensor], csr: CsrBuffers, *, is_prefix: bool, chunk: Chunk | None = None
+) -> tuple[CsrPlan, ...]:
+    """Write groups' page ids by the offsets in `csr`; returns the lists as kernels read them.
 
-    Device-only, static shapes.
+    tables: [padded_reqs, max_pages] int32, by group.  Device-only, static shapes.
     """
-    reqs, lists = view.padded_reqs, []
-    indptr = csr.kv_indptr[: reqs + 1]
-    for number, (group, out) in enumerate(zip(view.groups, csr.kv_indices, strict=True)):
-        derive_indices(indptr, group.page_table, csr.page_range, out)
+    lists = []
+    for number, table in tables.items():
+        out, indptr = csr.kv_indices[number], csr.kv_indptr[: table.shape[0] + 1]
+        derive_indices(indptr, table, csr.page_range, out)
         lists.append(
             CsrPlan(
                 group=number,
+                chunk=chunk,
                 kv_indptr=indptr,
-                kv_indices=out[: group.page_table.numel()],
-                last_page_len=csr.last_page_len[:reqs],
+                kv_indices=out[: table.numel()],
+                last_page_len=csr.last_page_len[: table.shape[0]],
                 is_prefix=is_prefix,
             )
         )
     return tuple(lists)
+
+
+def group_tables(view: StepView, csr: CsrBuffers) -> dict[int, Tensor]:
+    """[padded_reqs, max_pages] int32, the view's own, of each group in `csr`."""
+    widths = enumerate(csr.widths)
+    return {number: view.groups[number].page_table for number, width in widths if width}

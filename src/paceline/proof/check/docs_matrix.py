@@ -25,11 +25,12 @@ MORE = {  # runs of some cells
     "GPU": (
         *("h200-check-flashinfer-mla.json", "h200-check-flashmla.json"),
         *("h200-check-triton-latents.json", "h200-check-fa3-latents.json"),
-        "h200-check-expanded-latents.json",
+        *("h200-check-expanded-latents.json", "h200-check-chunks.json"),
+        "h200-check-whole-page-chunks.json",
     ),
     "CPU": (
         *("check-cpu-blackwell-latents.json", "check-cpu-trtllm-mha.json"),
-        "check-cpu-expanded-latents.json",
+        *("check-cpu-expanded-latents.json", "check-cpu-chunks.json"),
     ),
 }
 STATUSES = tuple(status.value for status in Status)

@@ -82,7 +82,8 @@ def for_case(who: Contender, case: Case) -> AttentionBackend | StateBackend:
     backend = who.backend
     if isinstance(backend, StateBackend):
         return backend
-    if needs_cascade(backend.capabilities, _masks(case), window=_has_window(case)):
+    lookback = any(layer.window is not None for layer in case.layers)
+    if needs_cascade(backend.capabilities, _masks(case), lookback=lookback):
         return cascade(backend)
     return backend
 
@@ -107,7 +108,9 @@ def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
         page_size=case.page_size,
         heads=(case.heads,),
         window=_has_window(case),
-        chunks=any(isinstance(layer.window, Chunk) for layer in case.layers),
+        chunks=frozenset(
+            layer.window.size for layer in case.layers if isinstance(layer.window, Chunk)
+        ),
         soft_cap=case.soft_cap is not None,
         sinks=case.sinks,
         masks=_masks(case),

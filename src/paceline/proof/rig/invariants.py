@@ -6,20 +6,22 @@ integers (proof/rig/wanted.py).
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
+from paceline.attention.layouts.chunks import VirtualRequests
 from paceline.attention.layouts.csr import CsrPlan
 from paceline.attention.layouts.page_table import PageTablePlan
 from paceline.core.padding import PAD_PAGE, PAD_ROW, PAD_SLOT
 from paceline.kernels.step_view import StepView
 from paceline.proof.rig.placement import BatchPlacement
-from paceline.proof.rig.wanted import Ids, Wanted, wanted_step
+from paceline.proof.rig.wanted import Cut, Ids, Wanted, wanted_step
 from paceline.proof.rig.watched import Watched
 from paceline.proof.suite.case import Batch, Case
 
+Layout = PageTablePlan | CsrPlan | VirtualRequests
 _SHOWN = 12  # entries of a list that a reason spells out
 _BEFORE = 3  # of them before the first that differs
 
@@ -47,10 +49,13 @@ def broken_invariants(
         return faults  # what follows is derived from the lengths
     faults = [*_tokens(wanted, view, positions), *_masks(held, view), *_slots(case, held, view)]
     for name, layout in _layouts("plan", plan):
-        if isinstance(layout, PageTablePlan):
-            faults += _page_table(name, case, held, layout)
-        else:
-            faults += _csr(name, case, held, layout)
+        match layout:
+            case PageTablePlan():
+                faults += _page_table(name, case, held, layout)
+            case VirtualRequests():
+                faults += _virtual(name, case, held, layout)
+            case CsrPlan():
+                faults += _csr(name, case, held, layout)
     return faults
 
 
@@ -190,27 +195,62 @@ def _page_table(name: str, case: Case, wanted: Wanted, plan: PageTablePlan) -> I
 
 def _csr(name: str, case: Case, wanted: Wanted, plan: CsrPlan) -> Iterator[str]:
     """The pages of all requests in one list, by the lengths of the host plan."""
-    lens = wanted.host_prefix_lens if plan.is_prefix else wanted.host_kv_lens
-    counts = [-(-kv_len // case.page_size) for kv_len in lens]
-    indptr = [0]
-    for count in counts:
-        indptr.append(indptr[-1] + count)
+    cuts = _cuts(wanted, plan, by_host=True)
+    cuts += [Cut(0, 0, 0, 0)] * (len(plan.last_page_len) - len(cuts))
+    pages = [_pages_of(cut, case, wanted, plan.group) for cut in cuts]
+    indptr = [0, *accumulate(map(len, pages))]
     yield from differences(f"{name}.kv_indptr", plan.kv_indptr, indptr)
     last = [
-        kv_len - max(count - 1, 0) * case.page_size
-        for kv_len, count in zip(lens, counts, strict=True)
+        cut.keys - max(len(ids) - 1, 0) * case.page_size
+        for cut, ids in zip(cuts, pages, strict=True)
     ]
     yield from differences(f"{name}.last_page_len", plan.last_page_len, last)
-    pages: list[int] = []
-    for request, count in enumerate(counts):
-        row = wanted.pages[plan.group][request]
-        pages += row[:count] if wanted.rows[request] != PAD_ROW else [PAD_PAGE] * count
-    yield from differences(f"{name}.kv_indices", plan.kv_indices[: indptr[-1]], pages)
+    listed = plan.kv_indices[: indptr[-1]]
+    yield from differences(f"{name}.kv_indices", listed, [*chain.from_iterable(pages)])
 
 
-def _layouts(name: str, plan: object) -> Iterator[tuple[str, PageTablePlan | CsrPlan]]:
+def _virtual(name: str, case: Case, wanted: Wanted, plan: VirtualRequests) -> Iterator[str]:
+    """Where chunks cut a step, by the device's lengths; behind the last cut nobody has a token."""
+    cuts, size = _cuts(wanted, plan, by_host=False), plan.chunk.size
+    offsets = [0, *accumulate(cut.tokens for cut in cuts)]
+    offsets += [offsets[-1]] * (len(plan.keys_used) - len(cuts))
+    yield from differences(f"{name}.cu_seqlens_q", plan.cu_seqlens_q, offsets)
+    yield from _covers(f"{name}.max_extend_len", plan.max_extend_len, [cut.tokens for cut in cuts])
+    used = [max(cut.keys, 1) for cut in cuts]
+    yield from differences(f"{name}.keys_used", plan.keys_used[: len(cuts)], used)
+    for row, cut in enumerate(cuts):
+        pages = _pages_of(cut, case, wanted, plan.group)
+        yield from differences(
+            f"{name}.page_table row {row}", plan.page_table[row, : len(pages)], pages
+        )
+    prefixes = [
+        p for p, e in zip(wanted.prefix_lens, wanted.extend_lens, strict=True) for _ in range(e)
+    ]
+    tokens = zip(wanted.positions, prefixes, strict=True)
+    lacks = [int(at - at % size >= prefix) for at, prefix in tokens]
+    yield from differences(f"{name}.lacks_prefix", plan.lacks_prefix.int(), lacks)
+
+
+def _cuts(wanted: Wanted, plan: CsrPlan | VirtualRequests, *, by_host: bool) -> list[Cut]:
+    """The requests of a plan's layers, virtual ones where they have chunks."""
+    if plan.chunk is not None:
+        find = wanted.prefix_in_chunks if plan.is_prefix else wanted.in_chunks
+        return find(plan.chunk.size, by_host=by_host)
+    lens = wanted.host_prefix_lens if plan.is_prefix else wanted.host_kv_lens
+    return [Cut(r, e, 0, n) for r, (e, n) in enumerate(zip(wanted.extend_lens, lens, strict=True))]
+
+
+def _pages_of(cut: Cut, case: Case, wanted: Wanted, group: int) -> list[int]:
+    """The pages of its keys; of a padded or frozen row the reserved one."""
+    begin, count = cut.first // case.page_size, -(-cut.keys // case.page_size)
+    if wanted.rows[cut.request] == PAD_ROW:
+        return [PAD_PAGE] * count
+    return wanted.pages[group][cut.request][begin : begin + count]
+
+
+def _layouts(name: str, plan: object) -> Iterator[tuple[str, Layout]]:
     """The layouts a plan holds, by the way to them."""
-    if isinstance(plan, PageTablePlan | CsrPlan):
+    if isinstance(plan, Layout):
         yield name, plan
     elif isinstance(plan, tuple):
         for index, item in enumerate(plan):

@@ -5,6 +5,7 @@ Nothing of the runner, the kernels or the layouts computes anything here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.step import PromptPositions
@@ -15,6 +16,15 @@ from paceline.proof.suite.trees import depths
 
 Ids = Sequence[Sequence[int]]  # [num_reqs][kv_len] token ids
 _PAD_ID = 0
+
+
+class Cut(NamedTuple):
+    """Tokens of a request whose keys begin together."""
+
+    request: int
+    tokens: int
+    first: int  # key, as a position
+    keys: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +124,26 @@ class Wanted:
                     path.append(tree[path[-1]])
                 found.append([column in path for column in range(width)])
         return found
+
+    def in_chunks(self, size: int, *, by_host: bool) -> list[Cut]:
+        """The runs of tokens that lie in one chunk, in order.  by_host: at its lengths."""
+        found: list[Cut] = []
+        prefixes = self.host_prefix_lens if by_host else self.prefix_lens
+        for request, (prefix, extend) in enumerate(zip(prefixes, self.extend_lens, strict=True)):
+            for at in range(prefix, prefix + extend):
+                begins = at == prefix or at % size == 0
+                tokens = 0 if begins else found.pop().tokens
+                found.append(Cut(request, tokens + 1, at - at % size, at % size + 1))
+        return found
+
+    def prefix_in_chunks(self, size: int, *, by_host: bool) -> list[Cut]:
+        """What each request has of its prefix in the chunk of its next token."""
+        prefixes = self.host_prefix_lens if by_host else self.prefix_lens
+        lens = zip(prefixes, self.extend_lens, strict=True)
+        return [
+            Cut(request, extend, prefix - prefix % size, prefix % size)
+            for request, (prefix, extend) in enumerate(lens)
+        ]
 
     def _depths(self, request: int) -> list[int]:
         if self.parents is None:

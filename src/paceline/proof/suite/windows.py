@@ -4,7 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.core.model.lookback import Chunk
-from paceline.proof.suite.build import base_case, full, ragged_case, tree_case, uniform_case
+from paceline.proof.suite.build import (
+    base_case,
+    full,
+    ragged_case,
+    tree_case,
+    uniform_case,
+    with_frozen,
+)
 from paceline.proof.suite.case import Case, PageLayout
 from paceline.proof.suite.modes import ForwardMode
 from paceline.proof.suite.trees import VERIFY_TREES, beam, draft_step
@@ -12,6 +19,7 @@ from paceline.proof.suite.trees import VERIFY_TREES, beam, draft_step
 _LAYOUTS = (PageLayout.CONTIGUOUS, PageLayout.SHUFFLED, PageLayout.INTERLEAVED, PageLayout.REVERSED)
 _PAGES = (1, 32, 64, 128)
 _EDGES = (2, 16, 31)
+_LONG = ((31, 1), (32, 1), (0, 70), (30, 4))  # rows of chunks of 32: two decode, two cross an end
 
 
 def window_cases() -> tuple[Case, ...]:
@@ -132,7 +140,8 @@ def _draft_extends() -> tuple[Case, ...]:
 
 
 def _chunks() -> tuple[Case, ...]:
-    """Of 12 tokens, which pages of 16 divide at other places, and of 32, whose pages come whole."""
+    """Of 12 tokens, which pages of 16 divide at other places, and of 32, whose pages come whole:
+    those are for kernels that know no chunks."""
     twelve = Chunk(12)
     extend, decode = base_case(ForwardMode.EXTEND, twelve), base_case(ForwardMode.DECODE, twelve)
     verify = base_case(ForwardMode.TARGET_VERIFY, twelve)
@@ -140,6 +149,7 @@ def _chunks() -> tuple[Case, ...]:
     frozen = replace(base_case(ForwardMode.DRAFT_DECODE, twelve), prefix_only=True)
     mixed = base_case(ForwardMode.MIXED, twelve, None, Chunk(32))
     return (
+        *_whole_pages(),
         ragged_case(extend, "chunk12-edges", ((11, 3), (12, 4), (0, 31))),
         uniform_case(decode, "chunk12-edges", (11, 12, 40)),
         uniform_case(verify, "chunk12-chain8", (9, 23), extend=8),
@@ -160,6 +170,37 @@ def _chunks() -> tuple[Case, ...]:
                 replace(base_case(ForwardMode.EXTEND, Chunk(1000)), captured_reqs=2),
                 "chunk1000-long-8k",
                 ((7998, 5), (0, 1200)),
+            ),
+        ),
+    )
+
+
+def _whole_pages() -> tuple[Case, ...]:
+    """Chunks that begin with a page."""
+    both = Chunk(32), None
+    decode, frozen = (
+        base_case(ForwardMode.DECODE, *both),
+        base_case(ForwardMode.DRAFT_DECODE, *both),
+    )
+    sinks = replace(base_case(ForwardMode.TARGET_VERIFY, *both), sinks=True)
+    one_page = replace(base_case(ForwardMode.EXTEND, Chunk(64), Chunk(128)), page_size=64)
+    return (
+        ragged_case(base_case(ForwardMode.MIXED, *both), "chunk32-edges", _LONG),
+        uniform_case(decode, "chunk32-edges", (30, 31, 32, 95)),
+        uniform_case(
+            base_case(ForwardMode.TARGET_VERIFY, *both), "chunk32-chain8", (27, 57), extend=8
+        ),
+        tree_case(sinks, "chunk32-deep-sinks", (29, 31, 32), VERIFY_TREES["deep"]),
+        *full(
+            ragged_case(one_page, "chunk64-128-page64", ((127, 2), (60, 200), (128, 30))),
+            uniform_case(
+                replace(frozen, prefix_only=True), "chunk32-frozen-kv-rows3", (30, 32, 94), extend=3
+            ),
+            with_frozen(uniform_case(decode, "chunk32-finished", (31, 70, 32)), (), (0,), (1,)),
+            uniform_case(
+                replace(base_case(ForwardMode.DECODE, Chunk(1024)), captured_reqs=2),
+                "chunk1024-long-8k",
+                (8191, 2999),
             ),
         ),
     )
