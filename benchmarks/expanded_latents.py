@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionSpec, LayerCache, Limits
 from paceline.attention.expanded import ExpandedPlan, expanded_plan
+from paceline.attention.ragged.own import OWN
 from paceline.attention.registry import load_backend
 from paceline.bench.interleaved import time_interleaved
 from paceline.core.errors import PacelineError
@@ -262,7 +263,7 @@ def expanded(work: Work) -> Run:
     """Keys and values of every head, of the step and of its prefixes in pieces."""
     expansion = expansion_of(work.step, least=2, most_rows=PIECE_ROWS)
     assert expansion is not None, "steps of prompts are expanded"
-    ctx = context(work, None, None, expanded_plan(work.view, expansion))
+    ctx = context(work, None, None, expanded_plan(work.view, expansion, OWN, None))
     nope, turning = work.q.split((NOPE, ROPE), 2)
 
     def run(_: int) -> Tensor:
