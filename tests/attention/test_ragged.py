@@ -8,16 +8,34 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.attention.held import tensor_bytes
 from paceline.attention.measurements import Measurement
-from paceline.attention.ragged.contract import RaggedBackend, RaggedConfig, RaggedPart
+from paceline.attention.ragged.contract import (
+    RaggedBackend,
+    RaggedConfig,
+    RaggedLimits,
+    RaggedPart,
+)
+from paceline.attention.ragged.flashinfer_ragged import FlashInferRagged
 from paceline.attention.ragged.own import OWN
 from paceline.attention.ragged.registry import RAGGED_BACKENDS, choose_ragged, load_ragged
 from paceline.attention.ragged.varlen import FlashAttention3Ragged, FlashAttention4Ragged
 from paceline.core.errors import BackendUnsupported, ConfigError, KernelArgumentError
-from paceline.proof.emulators import flash_attn, flash_attn_ragged
+from paceline.proof.emulators import flash_attn, flash_attn_ragged, flashinfer_expanded
 
 LENS_Q, LENS_K, HEADS, SCALE = (5, 1, 9), (7, 0, 4), 2, 0.3
 OF_LIBRARIES = [FlashAttention3Ragged(flash_attn_ragged), FlashAttention4Ragged(flash_attn)]
+FLASHINFER = FlashInferRagged(flashinfer_expanded)
+LIMITS = RaggedLimits(
+    device=torch.device("cpu"),
+    dtype=torch.bfloat16,
+    max_reqs=3,
+    max_tokens=15,
+    num_heads=HEADS,
+    head_dim=192,
+    v_head_dim=128,
+    scale=SCALE,
+)
 H200 = RaggedConfig(
     device_type="cuda",
     cuda_arch=(9, 0),
@@ -47,11 +65,11 @@ def operands(keys: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def run(backend: RaggedBackend, part: RaggedPart) -> tuple[Tensor, Tensor]:
     how: dict[str, Any] = {"scale": SCALE, "out_dtype": torch.bfloat16}
-    plan = backend.plan(part, backend.make_buffers(None))  # type: ignore[arg-type]
+    plan = backend.plan(part, backend.make_buffers(LIMITS))
     return backend.attend(*operands(int(part.cu_k[-1])), None, plan, **how)
 
 
-@pytest.mark.parametrize("backend", OF_LIBRARIES, ids=lambda each: each.name)
+@pytest.mark.parametrize("backend", [*OF_LIBRARIES, FLASHINFER], ids=lambda each: each.name)
 def test_libraries_say_what_our_definition_does(backend) -> None:
     """Of rows among themselves, and of keys of which one request has none."""
     for part in (part_of(LENS_Q, causal=True), part_of(LENS_K, causal=False)):
@@ -77,7 +95,7 @@ def test_libraries_say_what_our_definition_does(backend) -> None:
 @pytest.mark.parametrize("backend", OF_LIBRARIES, ids=lambda each: each.name)
 def test_lengths_that_the_libraries_would_believe_are_refused(backend, change, text) -> None:
     part = replace(part_of(LENS_K, causal=False), **{"k_lens": (7, 7, 7)} | change)
-    plan = backend.plan(part, backend.make_buffers(None))
+    plan = backend.plan(part, backend.make_buffers(LIMITS))
     with pytest.raises(KernelArgumentError, match=text):
         backend.attend(*operands(11), None, plan, scale=SCALE, out_dtype=torch.bfloat16)
 
@@ -97,10 +115,52 @@ def test_lengths_that_the_libraries_would_believe_are_refused(backend, change, t
 @pytest.mark.parametrize("backend", OF_LIBRARIES, ids=lambda each: each.name)
 def test_operands_that_the_libraries_cannot_take_are_refused(backend, change, text) -> None:
     part = part_of(LENS_K, causal=False)
-    plan = backend.plan(part, backend.make_buffers(None))
+    plan = backend.plan(part, backend.make_buffers(LIMITS))
     given = change(*operands(11))
     with pytest.raises(KernelArgumentError, match=text):
         backend.attend(*given, None, plan, scale=SCALE, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda q, k, v: (q.half(), k, v), "q dtype must be torch.bfloat16"),
+        (lambda q, k, v: (q[:-1], k, v), r"q shape must be \(15, 2, 192\)"),
+        (lambda q, k, v: (q, k[..., :128], v), "k shape must be"),
+        (lambda q, k, v: (q, k, v[..., :64]), "v shape must be"),
+        (lambda q, k, v: (q, k[:-1], v[:-1]), r"kv_indptr\[-1\] must be at most 10 keys"),
+        (lambda q, k, v: (q, k, v.mT.contiguous().mT), "last stride of v must be 1"),
+        (
+            lambda q, k, v: (q, torch.cat((k[..., :1], k), 2)[..., 1:], v),
+            "address and strides of k must be multiples of 16 bytes",
+        ),
+    ],
+)
+def test_what_flashinfer_would_read_elsewhere_is_refused(change, text) -> None:
+    plan = FLASHINFER.plan(part_of(LENS_K, causal=False), FLASHINFER.make_buffers(LIMITS))
+    given = change(*operands(11))
+    with pytest.raises(KernelArgumentError, match=f"flashinfer {text}"):
+        FLASHINFER.attend(*given, None, plan, scale=SCALE, out_dtype=torch.bfloat16)
+
+
+def test_parts_of_a_step_and_steps_behind_it_keep_their_plans() -> None:
+    """A wrapper that planned again would have forgotten what a step in flight runs by."""
+    buffers = FLASHINFER.make_buffers(LIMITS)
+    own, piece = part_of(LENS_Q, causal=True), replace(part_of(LENS_K, causal=False), index=1)
+    first = [FLASHINFER.plan(part, buffers) for part in (own, piece)]
+    later = [FLASHINFER.plan(part, buffers) for part in (own, own, own)]
+    wrappers = {id(plan.wrapper) for plan in (*first, *later)}
+    assert len(wrappers) == 5
+    assert FLASHINFER.plan(own, buffers).wrapper is first[0].wrapper
+    assert 0 < tensor_bytes(buffers) <= FLASHINFER.buffer_bytes(LIMITS)
+
+
+def test_a_schedule_beyond_its_workspace_is_refused() -> None:
+    buffers = FLASHINFER.make_buffers(replace(LIMITS, max_tokens=1, max_reqs=1))
+    many = (2000,) * 3
+    part = replace(part_of(many, causal=False), q_lens=many, cu_q=ends_of(many))
+    with pytest.raises(KernelArgumentError, match="bytes of int_workspace_buffer must be at least"):
+        FLASHINFER.plan(part, buffers)
 
 
 def test_every_reason_against_a_backend_is_named() -> None:
@@ -175,4 +235,4 @@ def test_auto_takes_the_measured_fastest(monkeypatch, us, installed, name, why) 
     found = choose_ragged(H200, None, attention="auto", gpu="NVIDIA H200", table=table)
     assert found.name == name
     assert found.why.startswith(why)
-    assert found.rejected.keys() == {"own", "fa4"} - {name}
+    assert found.rejected.keys() == {"own", "flashinfer", "fa4"} - {name}

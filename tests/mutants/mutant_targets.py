@@ -328,6 +328,8 @@ TARGETS = (
         ("prefix_rows_reference", "prefix_rows"),
         Killers(_cells("torch", *_EXPANDED), ("kernels/test_prefix_rows.py",)),
     ),
+    Target("kernels/_triton/prefix_rows.py", (), Killers((), ("kernels/test_prefix_rows.py",))),
+    Target("kernels/_triton/latent_rows.py", (), Killers((), ("kernels/test_latent_rows.py",))),
     Target(
         "kernels/scaled_latents.py",
         (),

@@ -452,6 +452,11 @@ def test_latents_are_expanded_where_that_takes_fewer_operations(asked, device, l
             "own",
             "chosen: our own kernel, not flashmla: latents alone are what that attends to",
         ),
+        (
+            {"attention_backend": "flashinfer_mla"},
+            "flashinfer",
+            "chosen: of the library of flashinfer_mla, asked for",
+        ),
         ({"attention_backend": "fa3"}, "fa3", "chosen: of the library of fa3, asked for"),
         ({"attention_backend": "fa3", "dtype": "float32"}, "own", "chosen: our own kernel"),
         ({"attention_backend": "fa3", "latent_expand_backend": "fa4"}, "fa4", "asked"),

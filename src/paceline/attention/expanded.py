@@ -49,8 +49,8 @@ class ExpandedPlan:
 def expanded_plan(
     view: StepView, expansion: Expansion, backend: RaggedBackend, buffers: Any
 ) -> ExpandedPlan:
-    """Device-only, from the view's lengths.  A row that the device froze since has fewer rows than
-    the host's bounds say, and never more.
+    """From the view's lengths, or for a backend that plans on the host from the host's.  A row that
+    the device froze since has fewer rows than the host's bounds say, and never more.
 
     buffers: of `backend`, which plans each part.
     """
@@ -67,8 +67,10 @@ def expanded_plan(
     prefix_lens = view.prefix_lens[row:]
     pieces = []
     for index, piece in enumerate(expansion.pieces, start=1):
-        starts = prefix_lens.new_zeros(prefix_lens.shape[0] + 1)
         lens = prefix_lens.clamp(piece.first, piece.end) - piece.first
+        if backend.capabilities.host_plan:
+            lens = torch.tensor(piece.lens, dtype=torch.int32).to(lens.device, non_blocking=True)
+        starts = prefix_lens.new_zeros(prefix_lens.shape[0] + 1)
         torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])
         pieces.append(
             ExpandedPiece(

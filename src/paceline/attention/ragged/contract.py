@@ -26,6 +26,7 @@ class RaggedCapabilities:
     dtypes: frozenset[torch.dtype] | None
     head_dims: frozenset[tuple[int, int]] | None  # columns of Q and K, shared ones too, and of V
     shared_columns: bool  # reads what heads share of a key once; others have it beside each head's
+    host_plan: bool = False  # attends by the host's lengths, and keys must lie by these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +66,6 @@ class RaggedPart:
     k_lens: tuple[int, ...]  # [reqs]  as of cu_k, but for a row that the device froze since: there
     # it is too long, and nobody reads what comes of its queries
     causal: bool  # the last query and the last key of a request meet
-
-    @property
-    def has_keyless(self) -> bool:
-        """Whether a request has queries and no key."""
-        return 0 in self.k_lens
 
 
 Buffers = TypeVar("Buffers", default=Any)
@@ -144,3 +140,20 @@ def ragged_reasons(can: RaggedCapabilities, want: RaggedConfig) -> list[str]:
     if can.head_dims is not None:
         need(dims in can.head_dims, "head dims of K and V", sorted(can.head_dims), dims)
     return reasons
+
+
+def keyless_tokens(part: RaggedPart) -> Tensor | None:
+    """[tokens] bool: the token's request has no key; None where each has one."""
+    if 0 not in part.k_lens:
+        return None
+    has_none = part.cu_k.diff() == 0
+    return torch.repeat_interleave(has_none, part.cu_q.diff(), output_size=sum(part.q_lens))
+
+
+def blank_keyless(out: Tensor, lse: Tensor, keyless: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out [tokens, heads, v_head_dim] and lse [tokens, heads], with 0 and −inf in place of what a
+    library made of requests without a key.  Mutates both."""
+    if keyless is not None:
+        out.masked_fill_(keyless.view(-1, 1, 1), 0.0)
+        lse.masked_fill_(keyless.unsqueeze(1), float("-inf"))
+    return out, lse

@@ -12,13 +12,14 @@ from paceline.core.plugins import load_class, missing_of
 # Short name -> "module:Class", imported when asked for.
 RAGGED_BACKENDS: dict[str, str] = {
     "own": "paceline.attention.ragged.own:OwnRagged",
+    "flashinfer": "paceline.attention.ragged.flashinfer_ragged:FlashInferRagged",
     "fa4": "paceline.attention.ragged.varlen:FlashAttention4Ragged",
     "fa3": "paceline.attention.ragged.varlen:FlashAttention3Ragged",
 }
 # What auto may choose, the one it takes without measurements first.
-AUTO_ORDER = ("own", "fa4")
+AUTO_ORDER = ("own", "flashinfer", "fa4")
 # Attention backend -> the ragged backend of the same library, which who asks for the former means.
-SAME_LIBRARY = {"fa3": "fa3"}
+SAME_LIBRARY = {"flashinfer_mla": "flashinfer", "fa3": "fa3"}
 _WHAT = "attention to expanded latents"
 
 

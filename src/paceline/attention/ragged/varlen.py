@@ -20,6 +20,8 @@ from paceline.attention.ragged.contract import (
     RaggedConfig,
     RaggedLimits,
     RaggedPart,
+    blank_keyless,
+    keyless_tokens,
 )
 from paceline.kernels.ragged_attention import SharedColumns
 
@@ -72,12 +74,7 @@ class VarlenBackend(
 
     def plan(self, part: RaggedPart, buffers: VarlenBuffers[LibraryT]) -> VarlenPlan[LibraryT]:
         """Which tokens have no key; lengths are read on the device."""
-        keyless = None
-        if part.has_keyless:
-            keyless = torch.repeat_interleave(
-                part.cu_k.diff() == 0, part.cu_q.diff(), output_size=sum(part.q_lens)
-            )
-        return VarlenPlan(library=buffers.library, part=part, keyless=keyless)
+        return VarlenPlan(library=buffers.library, part=part, keyless=keyless_tokens(part))
 
     def attend(
         self,
@@ -93,11 +90,7 @@ class VarlenBackend(
         """See RaggedBackend.attend; out is in q's dtype."""
         assert shared is None, "keys have their shared columns beside their own"
         out, by_head = self.call(plan.library, q, k, v, plan.part, scale)
-        lse = by_head.t().contiguous()
-        if plan.keyless is not None:
-            out.masked_fill_(plan.keyless.view(-1, 1, 1), 0.0)
-            lse.masked_fill_(plan.keyless.unsqueeze(1), float("-inf"))
-        return out, lse
+        return blank_keyless(out, by_head.t().contiguous(), plan.keyless)
 
 
 class Varlen4Library(Protocol):
@@ -220,15 +213,18 @@ class FlashAttention3Ragged(VarlenBackend[Varlen3Library]):
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         """See VarlenBackend.call."""
-        lens = (part.cu_q, part.cu_k, max(part.q_lens), max(part.k_lens))
+        wants_lse: Any = {_lse_keyword(library): True}
         out, lse, *_ = library.flash_attn_varlen_func(
             q,
             k,
             v,
-            *lens,
+            part.cu_q,
+            part.cu_k,
+            max(part.q_lens),
+            max(part.k_lens),
             softmax_scale=scale,
             causal=part.causal,
-            **{_lse_keyword(library): True},
+            **wants_lse,
         )
         return out, lse
 

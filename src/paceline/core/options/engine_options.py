@@ -230,8 +230,8 @@ class EngineOptions:
     latent_expand_backend: str | None = _of_kernels(
         None,
         str,
-        "Who attends to expanded keys and values: own (our kernel), fa4 or fa3 (FlashAttention), "
-        "auto, or pkg.mod:Class.",
+        "Who attends to expanded keys and values: own (our kernel), flashinfer, fa4, fa3, auto, or "
+        "pkg.mod:Class.",
         "--latent-expand-backend",
         left_out="the fastest that was measured, or the library of --attention-backend",
     )

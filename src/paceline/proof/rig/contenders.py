@@ -22,6 +22,7 @@ from paceline.attention.latent_decode import LatentDecodeBackend
 from paceline.attention.mixers import load_state_backend
 from paceline.attention.names import parse, singles
 from paceline.attention.ragged.contract import RaggedBackend, RaggedConfig
+from paceline.attention.ragged.flashinfer_ragged import FlashInferRagged
 from paceline.attention.ragged.registry import load_ragged
 from paceline.attention.ragged.varlen import VarlenBackend
 from paceline.attention.registry import compose, load_backend
@@ -48,6 +49,7 @@ EMULATORS = {
 }
 # The same of ragged backends.
 RAGGED_EMULATORS = {
+    "flashinfer": "paceline.proof.emulators.flashinfer_expanded",
     "fa3": "paceline.proof.emulators.flash_attn_ragged",
     "fa4": "paceline.proof.emulators.flash_attn",
 }
@@ -100,7 +102,7 @@ def ragged_for(case: Case, device_type: str) -> RaggedBackend:
     backend = load_ragged(case.ragged_backend)
     if device_type == "cuda" or case.ragged_backend not in RAGGED_EMULATORS:
         return backend
-    assert isinstance(backend, VarlenBackend), "of a library"
+    assert isinstance(backend, VarlenBackend | FlashInferRagged), "of a library"
     library: Any = import_module(RAGGED_EMULATORS[case.ragged_backend])
     return replace(backend, library=library)
 

@@ -110,7 +110,7 @@ def _expanded() -> tuple[Case, ...]:
         ),
         *(
             ragged_case(expanded(mixed, PageLayout.SHUFFLED, by), f"expanded-by-{by}", beside)
-            for by in ("fa3", "fa4")
+            for by in ("flashinfer", "fa3", "fa4")
         ),
     )
 
