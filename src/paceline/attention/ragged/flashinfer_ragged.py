@@ -64,10 +64,8 @@ class PartWrappers:
             limits.head_dim,
             head_dim_vo=limits.v_head_dim,
             causal=part.causal,
-            pos_encoding_mode="NONE",
             sm_scale=limits.scale,
             q_data_type=limits.dtype,
-            kv_data_type=limits.dtype,
             non_blocking=True,
             disable_split_kv=True,
         )

@@ -64,22 +64,17 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         head_dim_qk: int,
         head_dim_vo: int | None = None,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
         sm_scale: float | None = None,
         q_data_type: torch.dtype = torch.float16,
-        kv_data_type: torch.dtype | None = None,
         non_blocking: bool = True,
         disable_split_kv: bool = False,
     ) -> None:
         """Keep offsets, and leave a schedule in the workspace."""
-        require(pos_encoding_mode == "NONE", "pos_encoding_mode", "'NONE'", pos_encoding_mode)
         require(disable_split_kv, "disable_split_kv", True, disable_split_kv)
         require(num_qo_heads == num_kv_heads, "num_kv_heads", num_qo_heads, num_kv_heads)
         dims = (head_dim_qk, head_dim_vo or head_dim_qk)
         require(dims in _DIMS, "head_dim_qk and head_dim_vo", _DIMS, dims)
         require(q_data_type in _DTYPES, "q_data_type", "a 16-bit float", q_data_type)
-        kv_dtype = kv_data_type or q_data_type
-        require(kv_dtype == q_data_type, "kv_data_type", q_data_type, kv_dtype)
         queries, keys = _offsets("qo_indptr", qo_indptr), _offsets("kv_indptr", kv_indptr)
         require(len(keys) == len(queries), "length of kv_indptr", len(queries), len(keys))
         tiles = -(-queries[-1] // 16) + len(queries) - 1
