@@ -5,18 +5,21 @@
 Rank 512, 64 columns that turn, heads of 128 + 64 columns and values of 128, bfloat16, pages of 64
 in random order, NaN where nothing is cached; lengths differ from request to request.  A case is
 requests x tokens + prefix.  Each way is one layer between its projections: the products of its
-heads, rotation, what is written, attention.  `expanded` runs beside backends that attend absorbed;
-each is compared with the definition in float64 at some tokens, and then timed in turns with the
-others, in CUDA graphs.  --sweep times the kernel of the step's own rows alone, by tiles.  A table
+heads, rotation, what is written, attention.  `expanded:NAME` is a ragged backend, beside backends
+that attend absorbed; each is compared with the definition in float64 at some tokens, and then timed
+in turns with the others, in CUDA graphs.  --save adds the former to a table of measurements.
+--sweep times the kernel of the step's own rows alone, by tiles.  A table
 for people, then one JSON document as the last line.
 """
 
 import argparse
+import datetime
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +27,13 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionSpec, LayerCache, Limits
 from paceline.attention.expanded import ExpandedPlan, expanded_plan
+from paceline.attention.measurements import Measurement, merged, parse_table, write_table
+from paceline.attention.ragged.contract import RaggedConfig, RaggedLimits
+from paceline.attention.ragged.own import OWN
+from paceline.attention.ragged.registry import load_ragged
 from paceline.attention.registry import load_backend
 from paceline.bench.interleaved import time_interleaved
-from paceline.core.errors import PacelineError
+from paceline.core.errors import BackendUnsupported, PacelineError
 from paceline.core.expansion import expansion_of
 from paceline.core.modes import MaskKind
 from paceline.core.request.sampling_params import SamplerTier
@@ -51,6 +58,8 @@ CASES = (
     "1x128+8192,1x256+8192,1x512+8192,1x1024+8192,1x256+0,1x1024+0"
 )
 TILES = "128x64x8x3,128x64x8x2,128x128x8x2,128x64x4x3,64x64x4x3,64x128x4x2,128x32x8x4"
+BY = "expanded:"  # in front of a ragged backend's name
+OURS = f"{BY}{OWN.name}"
 Run = Callable[[int], Tensor]
 
 
@@ -245,11 +254,19 @@ def absorbed(work: Work, name: str) -> Run:
     ctx = context(work, backend, backend.plan(view, buffers))
     nope, turning = work.q.split((NOPE, ROPE), 2)
 
+    def absorb(into: Tensor) -> None:
+        head_products(nope, work.keys, into)
+
     def run(_: int) -> Tensor:
-        queries = work.q.new_empty(*work.q.shape[:2], RANK + ROPE)
-        head_products(nope, work.keys, queries[..., :RANK])
         attended = ctx.attend_latents(
-            0, queries, turning, work.row, norm=work.norm, rope=work.rope, pairs=True
+            0,
+            work.q.new_empty(*work.q.shape[:2], RANK + ROPE),
+            turning,
+            work.row,
+            norm=work.norm,
+            rope=work.rope,
+            pairs=True,
+            absorb=absorb,
         )
         values = work.q.new_empty(*work.q.shape[:2], V_DIM)
         head_products(attended, work.values, values)
@@ -258,11 +275,37 @@ def absorbed(work: Work, name: str) -> Run:
     return run
 
 
-def expanded(work: Work) -> Run:
-    """Keys and values of every head, of the step and of its prefixes in pieces."""
+def expanded(work: Work, name: str) -> Run:
+    """Keys and values of every head, of the step and of its prefixes in pieces, by the ragged
+    backend of a name."""
     expansion = expansion_of(work.step, least=2, most_rows=PIECE_ROWS)
     assert expansion is not None, "steps of prompts are expanded"
-    ctx = context(work, None, None, expanded_plan(work.view, expansion))
+    backend, case = load_ragged(name), work.case
+    facts = local_device()
+    wanted = RaggedConfig(
+        device_type=facts.device_type,
+        cuda_arch=facts.cuda_arch,
+        dtype=torch.bfloat16,
+        num_heads=case.heads,
+        head_dim=NOPE + ROPE,
+        v_head_dim=V_DIM,
+    )
+    reasons = backend.unsupported_reasons(wanted)
+    if reasons:
+        raise BackendUnsupported(name, reasons)
+    buffers = backend.make_buffers(
+        RaggedLimits(
+            device=work.q.device,
+            dtype=torch.bfloat16,
+            max_reqs=case.requests,
+            max_tokens=max(work.view.padded_tokens, PIECE_ROWS),
+            num_heads=case.heads,
+            head_dim=NOPE + ROPE,
+            v_head_dim=V_DIM,
+            scale=SCALE,
+        )
+    )
+    ctx = context(work, None, None, expanded_plan(work.view, expansion, backend, buffers))
     nope, turning = work.q.split((NOPE, ROPE), 2)
 
     def run(_: int) -> Tensor:
@@ -278,6 +321,10 @@ def expanded(work: Work) -> Run:
         )
 
     return run
+
+
+def is_expanded(name: str) -> bool:
+    return name.startswith(BY)
 
 
 def error_of(work: Work, out: Tensor) -> float:
@@ -313,9 +360,9 @@ def measure(case: Case, names: Sequence[str], device: torch.device) -> dict[str,
     runs: dict[str, Run] = {}
     errors: dict[str, float] = {}
     refused: dict[str, str] = {}
-    for name in ("expanded", *names):
+    for name in names:
         try:
-            run = expanded(work) if name == "expanded" else absorbed(work, name)
+            run = expanded(work, name[len(BY) :]) if is_expanded(name) else absorbed(work, name)
             errors[name] = error_of(work, run(0))
         except (ImportError, RuntimeError, ValueError, PacelineError) as error:
             refused[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -324,10 +371,10 @@ def measure(case: Case, names: Sequence[str], device: torch.device) -> dict[str,
             runs[name] = run
     timed = time_interleaved(runs, layers=1, device=device)
     us = {name: 1e6 * timing.median_s for name, timing in timed.items()}
-    flops = {name: case.flops["expanded" if name == "expanded" else "absorbed"] for name in us}
+    ways = {name: "expanded" if is_expanded(name) else "absorbed" for name in us}
+    flops = {name: case.flops[way] for name, way in ways.items()}
     limits = {name: flops[name] / us[name] * 1e6 / MATRIX_FLOPS for name in us}
-    others = [name for name in us if name != "expanded"]
-    gains = {name: us[name] / us["expanded"] for name in others if "expanded" in us}
+    gains = {name: us[name] / us[OURS] for name in us if name != OURS and OURS in us}
     shown = [f"{name} {us[name]:.0f} us ({limits[name]:.2f} mat)" for name in us]
     gained = ", ".join(f"{gain:.2f} x {name}" for name, gain in gains.items())
     print(f"{case!s:28}{', '.join(shown)}; {gained} {errors} {refused}", flush=True)
@@ -404,12 +451,46 @@ def cases_of(heads: str, cases: str) -> list[Case]:
     return found
 
 
+def save(path: Path, rows: Sequence[dict[str, Any]], gpu: str) -> None:
+    """Add what ragged backends took, as `choose_ragged` reads it."""
+    known = parse_table(path.read_text(), source=str(path)) if path.exists() else ()
+    found = [
+        Measurement(
+            gpu=gpu,
+            phase="expanded",
+            batch_size=row["requests"],
+            kv_len=row["tokens"] + row["prefix"],
+            extend_len=row["tokens"],
+            num_heads=row["heads"],
+            num_kv_heads=row["heads"],
+            head_dim=NOPE + ROPE,
+            page_size=1,
+            dtype="bfloat16",
+            kv_dtype="bfloat16",
+            backend=name[len(BY) :],
+            us=round(us, 3),
+            error=round(row["error"][name], 4),
+            date=datetime.date.today().isoformat(),
+            versions={name: versions()[name] for name in ("torch", "triton")},
+        )
+        for row in rows
+        for name, us in row["us"].items()
+        if is_expanded(name)
+    ]
+    write_table(path, merged(known, found))
+
+
 @torch.inference_mode()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--contenders", default="triton,flashinfer_mla", help="who is absorbed")
+    parser.add_argument(
+        "--contenders",
+        default=f"{OURS},{BY}fa4,triton,flashinfer_mla",
+        help=f"{BY}NAME of ragged backends, and backends that attend absorbed",
+    )
     parser.add_argument("--heads", default=HEADS)
     parser.add_argument("--cases", default=CASES, help="requests x tokens + prefix")
+    parser.add_argument("--save", type=Path, help="the table of the package, or a new one")
     parser.add_argument("--sweep", action="store_true", help="tiles of the kernel, not layers")
     parser.add_argument("--tiles", default=TILES, help="rows x keys x warps x stages")
     asked = parser.parse_args()
@@ -431,6 +512,8 @@ def main() -> int:
         "piece_rows": PIECE_ROWS,
         "rows": rows,
     }
+    if asked.save is not None:
+        save(asked.save, rows, facts.name)
     print(json.dumps(document))
     errors = [error for row in rows for error in row.get("error", {}).values()]
     return 1 if max(errors, default=0.0) > ERROR_LIMIT else 0

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionSpec, LayerCache
 from paceline.attention.expanded import attend_expanded, expanded_plan
+from paceline.attention.ragged.own import OWN
 from paceline.core.expansion import Expansion, prefix_pieces
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import GroupView, StepView
@@ -94,10 +95,11 @@ def test_parts_are_one_softmax_over_what_is_cached(dtype: torch.dtype, bound: in
         first_row=1,
         first_token=1,
         longest_before=1,
+        extend_lens=EXTENDS[1:],
         pieces=prefix_pieces(believed, PIECE),
     )
     assert len(expansion.pieces) > 1
-    plan = expanded_plan(view, expansion)
+    plan = expanded_plan(view, expansion, OWN, None)
 
     def expand(latents: Tensor) -> tuple[Tensor, Tensor]:
         sides = torch.einsum("tr,hnr->thn", latents, torch.cat((keys, values), 1).to(dtype))

@@ -28,7 +28,10 @@ def step_of(extend_lens: tuple[int, ...], **more: object) -> Step:
 
 
 def test_pieces_of_the_worked_example() -> None:
-    assert prefix_pieces((0, 1, 4, 5), 6) == (PrefixPiece(0, 2, 5), PrefixPiece(2, 5, 5))
+    assert prefix_pieces((0, 1, 4, 5), 6) == (
+        PrefixPiece(0, 2, (0, 1, 2, 2)),
+        PrefixPiece(2, 5, (0, 0, 2, 3)),
+    )
     assert prefix_pieces((0, 0), 6) == ()
 
 
@@ -41,6 +44,7 @@ def test_pieces_hold_every_row_once_and_no_piece_could_be_longer(lens, most) -> 
     for piece, before in zip(pieces, ends, strict=False):
         assert piece.first == before < piece.end
         held = [max(0, min(length, piece.end) - piece.first) for length in lens]
+        assert tuple(held) == piece.lens
         assert sum(held) == piece.num_rows <= most
         longer = sum(max(0, min(length, piece.end + 1) - piece.first) for length in lens)
         assert longer == piece.num_rows or longer > most
@@ -51,7 +55,8 @@ def test_rows_of_decode_stay_as_they_are_and_all_behind_the_first_long_one_are_e
     found = expansion_of(step_of((1, 1, 4, 9, 2)), least=5, most_rows=100)
     assert found is not None
     assert (found.first_row, found.first_token, found.longest_before) == (3, 6, 4)
-    assert found.pieces == (PrefixPiece(0, 9, 17),)  # of prefixes of 8 and 9
+    assert found.extend_lens == (9, 2)
+    assert found.pieces == (PrefixPiece(0, 9, (8, 9)),)  # of prefixes of 8 and 9
     whole = expansion_of(step_of((9, 2)), least=5, most_rows=100)
     assert whole is not None
     assert (whole.first_row, whole.first_token, whole.longest_before) == (0, 0, 0)
@@ -65,9 +70,9 @@ def test_a_row_begins_with_so_many_tokens_and_no_row_of_one(num, least) -> None:
 
 
 def test_a_whole_step_has_full_pieces() -> None:
-    pieces = (PrefixPiece(0, 6, 6), PrefixPiece(6, 12, 6))
+    pieces = (PrefixPiece(0, 6, (6,)), PrefixPiece(6, 12, (6,)))
     none_before = {"first_row": 0, "first_token": 0, "longest_before": 0}
-    assert whole_step(6, 2) == Expansion(**none_before, pieces=pieces)
+    assert whole_step(6, 2) == Expansion(**none_before, extend_lens=(6,), pieces=pieces)
 
 
 @pytest.mark.parametrize(

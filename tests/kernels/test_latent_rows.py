@@ -69,19 +69,19 @@ class Data:
         )
 
 
-def make(dtype: torch.dtype = torch.bfloat16) -> Data:
+def make(dtype: torch.dtype = torch.bfloat16, *, rope_dim: int = ROPE) -> Data:
     """The same data each time anew."""
     generator = torch.Generator().manual_seed(3)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    pool = torch.full((4, 2, PAGE, 1, RANK + ROPE), 9.0, dtype=dtype)
-    angles = torch.rand(64, ROPE // 2, generator=generator) * 6.0
+    pool = torch.full((4, 2, PAGE, 1, RANK + rope_dim), 9.0, dtype=dtype)
+    angles = torch.rand(64, rope_dim // 2, generator=generator) * 6.0
     return Data(
-        turning=noise(TOKENS, HEADS, 16 + ROPE)[..., 16:],
-        row=noise(TOKENS, RANK + ROPE),
-        queries=torch.full((TOKENS, HEADS, RANK + ROPE), 7.0, dtype=dtype),
+        turning=noise(TOKENS, HEADS, 16 + rope_dim)[..., 16:],
+        row=noise(TOKENS, RANK + rope_dim),
+        queries=torch.full((TOKENS, HEADS, RANK + rope_dim), 7.0, dtype=dtype),
         norm=LatentNorm(noise(RANK), 1e-6),
         rope=Rope(torch.cat((angles.cos(), angles.sin()), 1), torch.tensor([5, 0, 63, 5])),
         into=LatentSlots(pool[:, 1], torch.tensor([6, 1, 3, 0])),
@@ -91,11 +91,15 @@ def make(dtype: torch.dtype = torch.bfloat16) -> Data:
 
 @RUNS
 @pytest.mark.parametrize("pairs", [True, False], ids=["pairs", "halves"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rope_dim"),
+    [(torch.float32, ROPE), (torch.bfloat16, ROPE), (torch.bfloat16, 6)],  # 3: no power of two
+    ids=str,
+)
 def test_rows_are_normalised_laid_out_rotated_and_written(
-    run: Run, pairs: bool, dtype: torch.dtype
+    run: Run, pairs: bool, dtype: torch.dtype, rope_dim: int
 ) -> None:
-    mine, theirs = make(dtype), make(dtype)
+    mine, theirs = (make(dtype, rope_dim=rope_dim) for _ in "mt")
     rows, wanted = mine.launch(run, pairs=pairs), theirs.launch(latent_rows_reference, pairs=pairs)
     # A sum in another order: a factor, and then a product, may round to its neighbour.
     bound = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
@@ -172,18 +176,22 @@ def test_only_what_is_named_is_written(run: Run) -> None:
 
 
 @RUNS
-def test_a_step_may_have_no_tokens(run: Run) -> None:
-    data = make()
-    none = replace(
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_step_may_have_no_tokens_or_one(run: Run, tokens: int) -> None:
+    data, whole = make(), make()
+    few = replace(
         data,
-        turning=data.turning[:0],
-        row=data.row[:0],
-        queries=data.queries[:0],
-        rope=data.rope._replace(positions=data.rope.positions[:0]),
-        into=data.into._replace(loc=data.into.loc[:0]),
+        turning=data.turning[:tokens],
+        row=data.row[:tokens],
+        queries=data.queries[:tokens],
+        rope=data.rope._replace(positions=data.rope.positions[:tokens]),
+        into=data.into._replace(loc=data.into.loc[:tokens]),
     )
-    assert none.launch(run, pairs=True).shape == (0, 1, RANK + ROPE)
-    assert (data.pool == 9.0).all()
+    assert torch.equal(few.launch(run, pairs=True), whole.launch(run, pairs=True)[:tokens])
+    others = torch.ones(data.pool[:, 1].flatten(0, 1).shape[0], dtype=torch.bool)
+    others[data.into.loc[:tokens]] = False
+    assert (data.pool[:, 1].flatten(0, 1)[others] == 9.0).all()
+    assert (data.pool[:, 0] == 9.0).all()
 
 
 def test_bad_operands_are_named() -> None:

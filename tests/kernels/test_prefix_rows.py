@@ -13,9 +13,10 @@ PAGE, WIDTH, PAGES = 4, 20, 12
 def run_triton(cache, page_table, starts, *, first: int, num_rows: int) -> Tensor:
     from paceline.kernels._triton.prefix_rows import launch_prefix_rows
 
-    out = torch.full((num_rows, WIDTH), float("nan"), dtype=cache.dtype)
-    launch_prefix_rows(cache, page_table, starts, first, out)
-    return out
+    out = torch.full((num_rows + 1, WIDTH), float("nan"), dtype=cache.dtype)
+    launch_prefix_rows(cache, page_table, starts, first, out[:num_rows])
+    assert out[num_rows].isnan().all()  # nothing is written behind the last row
+    return out[:num_rows]
 
 
 RUNS = pytest.mark.parametrize("run", [prefix_rows, run_triton], ids=["op", "triton"])

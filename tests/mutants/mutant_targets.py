@@ -64,6 +64,7 @@ _LATENT = (
     "mla/draft_decode/recorded/page64-frozen-kv-no-prefix",
 )
 _EXPANDED = ("mla/extend/eager/expanded-shuffled", "mla/mixed/eager/expanded-behind-decode")
+_RAGGED = ("mla/mixed/eager/expanded-by-flashinfer", "mla/mixed/eager/expanded-by-fa4")
 _FP8_ROWS = ("mla/decode/eager/fp8-rows", "mla/extend/recorded/fp8-rows")
 _TRITON = (
     *("dense/decode/recorded/tiny-page16", "dense/target_verify/eager/tiny-shapes"),
@@ -350,7 +351,7 @@ TARGETS = (
     Target(
         "attention/expanded.py",
         (),
-        Killers(_cells("torch", *_EXPANDED), ("attention/test_expanded.py",)),
+        Killers(_cells("torch", *_EXPANDED, *_RAGGED), ("attention/test_expanded.py",)),
     ),
     Target(
         "core/expansion.py",
@@ -362,6 +363,18 @@ TARGETS = (
         ("prefix_rows_reference", "prefix_rows"),
         Killers(_cells("torch", *_EXPANDED), ("kernels/test_prefix_rows.py",)),
     ),
+    Target(
+        "attention/ragged/contract.py",
+        ("keyless_tokens", "blank_keyless"),
+        Killers(_cells("torch", *_RAGGED), ("attention/test_ragged.py",)),
+    ),
+    Target(
+        "attention/ragged/flashinfer_ragged.py",
+        ("PartWrappers", "FlashInferRagged.plan", "FlashInferRagged.attend"),
+        Killers(_cells("torch", *_RAGGED), ("attention/test_ragged.py",)),
+    ),
+    Target("kernels/_triton/prefix_rows.py", (), Killers((), ("kernels/test_prefix_rows.py",))),
+    Target("kernels/_triton/latent_rows.py", (), Killers((), ("kernels/test_latent_rows.py",))),
     Target(
         "kernels/scaled_latents.py",
         (),

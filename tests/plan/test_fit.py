@@ -317,6 +317,7 @@ def test_open_values_are_decided():
             "attention_backend",
             "linear_attention_backend",
             "latent_expand_from",  # no layer caches latents
+            "latent_expand_backend",
             "state_checkpoint_every",  # no layer keeps a state
             "threads" if device is H200 else "gpu_memory_utilization",
         }
@@ -429,14 +430,7 @@ def test_contradictions_are_refused(asked, device, text):
             {},
             H200,
             171,
-            "fewer operations, by our own kernel (0: none); steps of up to 2048 tokens are graphs",
-        ),
-        (
-            {"attention_backend": "flashinfer_mla"},
-            H200,
-            171,
-            "fewer operations, by our own kernel, not flashinfer_mla (0: none); steps of up to "
-            "2048 tokens are graphs",
+            "fewer operations (0: none); steps of up to 2048 tokens are graphs",
         ),
         ({}, CPU, 0, "a CPU attends to latents in blocks, and to expanded keys in none"),
         (
@@ -461,6 +455,49 @@ def test_latents_are_expanded_where_that_takes_fewer_operations(asked, device, l
     assert resolution.origins["latent_expand_from"] == f"chosen: {why}"
     said = "prompts from 171 tokens on: expanded, by our own kernel"
     assert (said in resolution.line()) == (least == 171)
+    assert resolution.options.latent_expand_backend == ("own" if least else None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "why"),
+    [
+        ({}, "own", "chosen: the only one that can run"),
+        (
+            {"attention_backend": "flashmla"},
+            "own",
+            "chosen: our own kernel, not flashmla: latents alone are what that attends to",
+        ),
+        (
+            {"attention_backend": "flashinfer_mla"},
+            "flashinfer",
+            "chosen: of the library of flashinfer_mla, asked for",
+        ),
+        ({"attention_backend": "fa3"}, "fa3", "chosen: of the library of fa3, asked for"),
+        ({"attention_backend": "fa3", "dtype": "float32"}, "own", "chosen: our own kernel"),
+        ({"attention_backend": "fa3", "latent_expand_backend": "fa4"}, "fa4", "asked"),
+        ({"latent_expand_backend": "auto"}, "own", "chosen: the only one that can run"),
+    ],
+)
+def test_who_attends_to_expanded_latents(asked, name, why):
+    """Whoever was asked for, by either flag, and says so where it cannot."""
+    resolution, _ = plan("deepseek-v2-lite", H200, **asked)
+    assert resolution.options.latent_expand_backend == name
+    assert resolution.origins["latent_expand_backend"].startswith(why)
+    by = "our own kernel" if name == "own" else name
+    assert f"expanded, by {by})" in resolution.line()
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "text"),
+    [
+        ("deepseek-v2-lite", {"latent_expand_from": 0}, "left out where no latents are expanded"),
+        ("deepseek-v2-lite", {"kv_cache_dtype": "fp8"}, "left out where no latents are expanded"),
+        ("llama-3.1-8b", {}, "left out where no latents are expanded"),
+    ],
+)
+def test_who_would_attend_to_nothing_is_refused(model, asked, text):
+    with pytest.raises(ConfigError, match=f"latent_expand_backend must be {text}, got fa4"):
+        plan(model, latent_expand_backend="fa4", **asked)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,17 @@ this and the absorbed way differ in rounding alone.  An expanded key is never ca
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.attention.contract import LayerCache
+from paceline.attention.ragged.contract import RaggedBackend, RaggedPart
 from paceline.core.expansion import Expansion
 from paceline.kernels.merge_partials import merge_partials
 from paceline.kernels.prefix_rows import prefix_rows
-from paceline.kernels.ragged_attention import SharedColumns, ragged_attention
+from paceline.kernels.ragged_attention import SharedColumns
 from paceline.kernels.step_view import StepView
 
 # latents [rows, rank] -> keys [rows, heads, nope_dim] and values [rows, heads, v_dim]
@@ -30,6 +32,7 @@ class ExpandedPiece:
     first: int  # position of each request's first row
     num_rows: int  # of all requests, at most
     starts: Tensor  # [reqs + 1]  int32  prefix sums of each request's rows
+    plan: Any  # the ragged backend's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,25 +40,50 @@ class ExpandedPlan:
     """The requests of a step that are expanded: the last `reqs`."""
 
     first_token: int  # of theirs within the step
-    cu_seqlens_q: Tensor  # [reqs + 1]  int32  from 0
+    backend: RaggedBackend
+    own: Any  # its plan of the step's own rows
     page_tables: tuple[Tensor, ...]  # [num_groups] of [reqs, max_pages]  int32
     pieces: tuple[ExpandedPiece, ...]
 
 
-def expanded_plan(view: StepView, expansion: Expansion) -> ExpandedPlan:
-    """Device-only, from the view's lengths.  A row that the device froze since has fewer rows than
-    the host's bounds say, and never more."""
-    row = expansion.first_row
+def expanded_plan(
+    view: StepView, expansion: Expansion, backend: RaggedBackend, buffers: Any
+) -> ExpandedPlan:
+    """From the view's lengths, or for a backend that plans on the host from the host's.  A row that
+    the device froze since has fewer rows than the host's bounds say, and never more.
+
+    buffers: of `backend`, which plans each part.
+    """
+    row, q_lens = expansion.first_row, expansion.extend_lens
+    cu_q = view.cu_seqlens_q[row:] - expansion.first_token
+
+    def plan(index: int, cu_k: Tensor, k_lens: tuple[int, ...]) -> Any:
+        part = RaggedPart(
+            index=index, cu_q=cu_q, cu_k=cu_k, q_lens=q_lens, k_lens=k_lens, causal=index == 0
+        )
+        return backend.plan(part, buffers)
+
+    own = plan(0, cu_q, q_lens)
     prefix_lens = view.prefix_lens[row:]
     pieces = []
-    for piece in expansion.pieces:
-        starts = prefix_lens.new_zeros(prefix_lens.shape[0] + 1)
+    for index, piece in enumerate(expansion.pieces, start=1):
         lens = prefix_lens.clamp(piece.first, piece.end) - piece.first
+        if backend.capabilities.host_plan:
+            lens = torch.tensor(piece.lens, dtype=torch.int32).to(lens.device, non_blocking=True)
+        starts = prefix_lens.new_zeros(prefix_lens.shape[0] + 1)
         torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])
-        pieces.append(ExpandedPiece(first=piece.first, num_rows=piece.num_rows, starts=starts))
+        pieces.append(
+            ExpandedPiece(
+                first=piece.first,
+                num_rows=piece.num_rows,
+                starts=starts,
+                plan=plan(index, starts, piece.lens),
+            )
+        )
     return ExpandedPlan(
         first_token=expansion.first_token,
-        cu_seqlens_q=view.cu_seqlens_q[row:] - expansion.first_token,
+        backend=backend,
+        own=own,
         page_tables=tuple(group.page_table[row:] for group in view.groups),
         pieces=tuple(pieces),
     )
@@ -69,31 +97,31 @@ def attend_expanded(
     q: [tokens, heads, nope_dim]; turned: [tokens, heads, rope_dim], the columns of queries that
     turn; rows: [tokens, rank + rope_dim], as the cache has them by now.
     """
-    rank, cu_q = layer.spec.v_head_dim, plan.cu_seqlens_q
-    table = plan.page_tables[layer.spec.group]
-    # Parts are not rounded before they are one.
+    rank, backend, table = layer.spec.v_head_dim, plan.backend, plan.page_tables[layer.spec.group]
+    # Parts are not rounded before they are one, but by a backend that knows no other way.
     wide = torch.promote_types(q.dtype, torch.float32) if plan.pieces else q.dtype
+    shares = backend.capabilities.shared_columns
+    queries = q if shares else torch.cat((q, turned), 2)
 
-    def attend(rows: Tensor, cu_k: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    def attend(rows: Tensor, part: Any) -> tuple[Tensor, Tensor]:
         keys, values = expand(rows[:, :rank])
-        return ragged_attention(
-            q,
-            keys,
-            values,
-            cu_q,
-            cu_k,
-            causal=causal,
-            scale=layer.spec.scale,
-            shared=SharedColumns(turned, rows[:, rank:]),
-            out_dtype=wide,
+        shared = None
+        if shares:
+            shared = SharedColumns(turned, rows[:, rank:])
+        else:
+            of_all = rows[:, rank:].unsqueeze(1).expand(-1, keys.shape[1], -1)
+            keys = torch.cat((keys, of_all), 2)
+        return backend.attend(
+            queries, keys, values, shared, part, scale=layer.spec.scale, out_dtype=wide
         )
 
-    out, lse = attend(rows, cu_q, causal=True)
+    out, lse = attend(rows, plan.own)
+    out = out.to(wide)
     for piece in plan.pieces:
         found = prefix_rows(
             layer.k_cache, table, piece.starts, first=piece.first, num_rows=piece.num_rows
         )
-        part, part_lse = attend(found, piece.starts, causal=False)
+        part, part_lse = attend(found, piece.plan)
         merge_partials(out, lse, part, part_lse, out=out, lse=lse)
         del found, part, part_lse  # before the next is made
     return out.to(q.dtype)

@@ -15,6 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.gpus import published_row
 
 Phase = Literal["prefill", "decode"]
+Measured = Phase | Literal["expanded"]  # of latents, where keys and values are
 OTHER_DTYPE = 8.0  # distance of another dtype: as far as a factor of 256 in a size
 
 
@@ -51,7 +52,7 @@ class Measurement:
     """One backend on one shape; a row of the table."""
 
     gpu: str  # as its driver names it
-    phase: Phase
+    phase: Measured
     batch_size: int  # requests
     kv_len: int  # keys of each, new ones included
     extend_len: int  # new tokens of each
@@ -104,7 +105,7 @@ class Ranking:
 
 
 def fastest(
-    gpu: str, phase: Phase, layer: LayerShape, candidates: Sequence[str], *, table: Table
+    gpu: str, phase: Measured, layer: LayerShape, candidates: Sequence[str], *, table: Table
 ) -> Ranking:
     """Rank `candidates`, the preferred one first, by the rows of the measured layer nearest to
     `layer` on this GPU, over the loads they share.

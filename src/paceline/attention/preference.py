@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.attention.measurements import LayerShape, Phase, Ranking, Table, fastest
+from paceline.attention.measurements import LayerShape, Measured, Ranking, Table, fastest
 
 # Another than the first must be this much faster: it brings a library's planning on the host, or a
 # second backend for the other phase, which attention alone does not show.
@@ -20,7 +20,7 @@ class Preference:
 
 
 def prefer(
-    candidates: Sequence[str], phase: Phase, gpu: str, *, layer: LayerShape, table: Table
+    candidates: Sequence[str], phase: Measured, gpu: str, *, layer: LayerShape, table: Table
 ) -> Preference:
     """Choose among `candidates`, the preferred one first, all of which can run."""
     ranking = fastest(gpu, phase, layer, candidates, table=table)
@@ -47,7 +47,7 @@ def _chosen(first: str, ranking: Ranking) -> str:
     return best if ranking.us[best] <= (1 - MARGIN) * ranking.us[first] else first
 
 
-def _why(name: str, phase: Phase, gpu: str, *, ranking: Ranking, layer: LayerShape) -> str:
+def _why(name: str, phase: Measured, gpu: str, *, ranking: Ranking, layer: LayerShape) -> str:
     best, *others = ranking.us
     times = ", ".join(_us(ranking.us[other]) for other in others)
     where = "" if ranking.layer == layer else f" with {ranking.layer}"

@@ -193,10 +193,15 @@ def _auto_reasons(
     reasons = _reasons(name, config, drafts)
     if rounds and load_backend(name).capabilities.host_plan:
         reasons.append("it plans on the host, which would wait for the outputs of every round")
+    return reasons or absent_package(name)
+
+
+def absent_package(name: str) -> list[str]:
+    """Why auto passes `name` over for want of its package; empty where it has it, or needs none."""
     package = AUTO_PACKAGES.get(name)
-    if package is not None and not reasons and not _is_installed(package):
-        reasons = [f"{package} must be installed, got no such package"]
-    return reasons
+    if package is None or _is_installed(package):
+        return []
+    return [f"{package} must be installed, got no such package"]
 
 
 def _is_installed(package: str) -> bool:

@@ -17,7 +17,12 @@ class PrefixPiece:
 
     first: int
     end: int
-    num_rows: int  # of all requests, at most
+    lens: tuple[int, ...]  # [num_reqs] rows of each, at most
+
+    @property
+    def num_rows(self) -> int:
+        """Of all requests, at most."""
+        return sum(self.lens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,7 @@ class Expansion:
     first_row: int  # of the step's rows; those before are absorbed
     first_token: int  # of that row
     longest_before: int  # tokens of a row that is absorbed, at most; 0: there is none
+    extend_lens: tuple[int, ...]  # [num_reqs] tokens of each row that is expanded
     pieces: tuple[PrefixPiece, ...]  # of prefixes, in order
 
 
@@ -45,16 +51,23 @@ def expansion_of(step: Step, *, least: int, most_rows: int) -> Expansion | None:
         first_row=first,
         first_token=sum(lens[:first]),
         longest_before=max(lens[:first], default=0),
+        extend_lens=tuple(lens[first:]),
         pieces=prefix_pieces(step.prefix_lens_bound[first:], most_rows),
     )
 
 
 def whole_step(most_rows: int, num_pieces: int) -> Expansion:
-    """Of a step all of whose rows are expanded, with so many full pieces: what is counted, or
-    compiled, before there is a step."""
+    """Of a step of one request, whose rows are all expanded, with so many full pieces: what is
+    counted, or compiled, before there is a step."""
     firsts = range(0, most_rows * num_pieces, most_rows)
-    pieces = tuple(PrefixPiece(first, first + most_rows, most_rows) for first in firsts)
-    return Expansion(first_row=0, first_token=0, longest_before=0, pieces=pieces)
+    whole = (most_rows,)
+    return Expansion(
+        first_row=0,
+        first_token=0,
+        longest_before=0,
+        extend_lens=whole,
+        pieces=tuple(PrefixPiece(first, first + most_rows, whole) for first in firsts),
+    )
 
 
 def prefix_pieces(prefix_lens: Sequence[int], most_rows: int) -> tuple[PrefixPiece, ...]:
@@ -75,7 +88,7 @@ def prefix_pieces(prefix_lens: Sequence[int], most_rows: int) -> tuple[PrefixPie
                 break
             room -= length - first
         assert end > first, "a piece holds a row of each prefix that is left"
-        num_rows = sum(min(length, end) - first for length in live)
-        pieces.append(PrefixPiece(first, end, num_rows))
+        lens = tuple([max(0, min(length, end) - first) for length in prefix_lens])
+        pieces.append(PrefixPiece(first, end, lens))
         first, live = end, [length for length in live if length > end]
     return tuple(pieces)

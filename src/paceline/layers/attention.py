@@ -16,6 +16,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.expanded import Expand, ExpandedPlan, attend_expanded
+from paceline.attention.ragged.contract import RaggedLimits
 from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
 from paceline.core.model.cache_groups import CacheGroupSpec
@@ -290,4 +291,27 @@ def attention_limits(
         max_pages=tuple(-(-length // group.page_size) for group in groups),
         windows=tuple(group.window for group in groups),
         page_size=groups[0].page_size if groups else 0,
+    )
+
+
+def ragged_limits(
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_reqs: int,
+    max_tokens: int,
+) -> RaggedLimits:
+    """What a ragged backend allocates for, where the layers of `config` are of latents."""
+    layer = next(layer for layer in config.layers if layer.heads.v_in_k)
+    head_dim, v_head_dim = config.expanded_dims
+    return RaggedLimits(
+        device=device,
+        dtype=dtype,
+        max_reqs=max_reqs,
+        max_tokens=max_tokens,
+        num_heads=layer.heads.num_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        scale=layer.scale,
     )

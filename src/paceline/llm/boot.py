@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.attention.names import Pair, parse
+from paceline.attention.ragged.own import OWN
+from paceline.attention.ragged.registry import load_ragged
 from paceline.attention.registry import load_backend
 from paceline.cache.manager import CacheManager
 from paceline.cache.overlay_slots import OverlaySlots
@@ -276,7 +278,9 @@ def load_runner(
     if prepared.speculation is not None and prepared.speculation.caution is not None:
         notify(prepared.speculation.caution)
     backend = load_backend(prepared.attention.name)
-    parts = assemble(decided, StoredWeights(prepared, exchange), backend, device)
+    ragged = load_ragged(prepared.options.latent_expand_backend or OWN.name)
+    weights = StoredWeights(prepared, exchange)
+    parts = assemble(decided, weights, backend, device, ragged=ragged)
     stream = knobs.stream or make_stream(device)
     runner = wire_runner(parts, decided.limits, stream=stream, device=device, notify=notify)
     if meet is not None:

@@ -13,6 +13,8 @@ from torch import nn
 
 from paceline.attention.contract import AttentionBackend
 from paceline.attention.mixers import load_mixers
+from paceline.attention.ragged.contract import RaggedBackend
+from paceline.attention.ragged.own import OWN
 from paceline.cache.pool import KVFormat
 from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.model.config import ModelConfig
@@ -159,9 +161,15 @@ def join_tokens(options: EngineOptions) -> int:
 
 
 def assemble(
-    decided: Decided, weights: Weights, backend: AttentionBackend, device: torch.device
+    decided: Decided,
+    weights: Weights,
+    backend: AttentionBackend,
+    device: torch.device,
+    *,
+    ragged: RaggedBackend = OWN,
 ) -> Parts:
-    """Make every tensor of an engine that stays, on `device`.  Raises what `weights` raises."""
+    """Make every tensor of an engine that stays, on `device`.  ragged: who attends to what is
+    expanded from latents.  Raises what `weights` raises."""
     limits = decided.limits
     config = replace(decided.config, max_position=limits.context_len)
     chosen = mixer_choices(config, decided.options, device_type(device), decided.speculation)
@@ -178,6 +186,7 @@ def assemble(
         kv=decided.kv,
         proposer=_proposer(decided, weights, model, backend, device),
         mixers=mixers,
+        ragged=ragged,
     )
 
 

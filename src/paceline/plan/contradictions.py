@@ -157,7 +157,14 @@ def refuse_graphs(options: EngineOptions, config: ModelConfig) -> None:
 def refuse_expansion(options: EngineOptions, config: ModelConfig) -> None:
     """Raise ConfigError where latents could never be expanded as asked; `options` has the step's
     numbers."""
-    least = options.latent_expand_from
+    least, named = options.latent_expand_from, options.latent_expand_backend
+    if named not in (None, "auto") and (least == 0 or config.expandable is None):
+        raise ConfigError.about(
+            "latent_expand_backend",
+            expected="left out where no latents are expanded",
+            got=named,
+            remedy="remove --latent-expand-backend",
+        )
     if not least:
         return
     tokens, chunk = known(options.max_num_batched_tokens), known(options.chunked_prefill_size)

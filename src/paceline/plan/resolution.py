@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from paceline.attention.ragged.own import OWN
 from paceline.core.options.engine_options import OFF, EngineOptions
 from paceline.core.options.spec import spec_of
 
@@ -35,7 +36,9 @@ class Resolution:
         drafts, least = options.speculative_algorithm, options.latent_expand_from
         attention = f"attention {options.attention_backend}"
         if least:
-            attention += f" (prompts from {least} tokens on: expanded, by our own kernel)"
+            whose = options.latent_expand_backend
+            by = "our own kernel" if whose == OWN.name else whose
+            attention += f" (prompts from {least} tokens on: expanded, by {by})"
         return (
             f"{options.model} on {options.device} in {options.dtype}, {attention}, "
             f"{'no drafts' if drafts == OFF else f'drafts {drafts}'}, "

@@ -7,6 +7,10 @@ here shows what the engine would do there.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+import torch
+
+from paceline.attention.ragged.contract import RaggedConfig
+from paceline.attention.ragged.registry import choose_ragged
 from paceline.core.dtypes import FP8
 from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model.cache_groups import STATE_EVERY, usual_state_every
@@ -246,8 +250,7 @@ def _choose_graph_tokens(
 def _choose_expansion(
     resolution: Resolution, config: ModelConfig, device: DeviceFacts
 ) -> Resolution:
-    """From how many tokens on latents are expanded to keys and values, which no backend attends to:
-    one that was asked for is told so."""
+    """From how many tokens on latents are expanded to keys and values, and who attends to these."""
     refuse_expansion(resolution.options, config)
     if config.expandable is None:
         return resolution
@@ -261,13 +264,32 @@ def _choose_expansion(
     elif not 0 < least <= known(options.chunked_prefill_size):
         least, why = 0, "expanded keys and values would take more operations"
     else:
-        named = options.attention_backend
-        whose = "our own kernel" if named in (None, "auto") else f"our own kernel, not {named}"
         why = (
-            f"fewer operations, by {whose} (0: none); steps of up to "
-            f"{options.cuda_graph_max_tokens} tokens are graphs"
+            f"fewer operations (0: none); steps of up to {options.cuda_graph_max_tokens} tokens "
+            "are graphs"
         )
-    return resolution.choose("latent_expand_from", least, why)
+    resolution = resolution.choose("latent_expand_from", least, why)
+    if not resolution.options.latent_expand_from:
+        refuse_expansion(resolution.options, config)
+        return resolution
+    head_dim, v_head_dim = config.expanded_dims
+    found = choose_ragged(
+        RaggedConfig(
+            device_type=device.device_type,
+            cuda_arch=device.cuda_arch,
+            dtype=getattr(torch, known(options.dtype)),
+            num_heads=config.heads[0].num_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+        ),
+        options.latent_expand_backend,
+        attention=options.attention_backend,
+        gpu=device.name,
+    )
+    name = options.latent_expand_backend
+    if name == "auto":
+        return resolution.instead("latent_expand_backend", found.name, found.why)
+    return resolution.choose("latent_expand_backend", found.name, found.why)
 
 
 def _choose_step(

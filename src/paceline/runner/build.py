@@ -3,11 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from paceline.attention.contract import AttentionBackend, Limits
 from paceline.attention.no_attention import NoAttention
+from paceline.attention.ragged.contract import RaggedBackend
+from paceline.attention.ragged.own import OWN
 from paceline.attention.states import (
     StateBackend,
     StateLayer,
@@ -20,7 +23,7 @@ from paceline.core.model.cache_groups import NUM_SLOT_COLUMNS, CacheGroupSpec
 from paceline.core.model.config import CacheKind, ModelConfig
 from paceline.core.modes import End
 from paceline.kernels.stand_in import device_type
-from paceline.layers.attention import attention_limits, layer_caches
+from paceline.layers.attention import attention_limits, layer_caches, ragged_limits
 from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.committers import StateMixer, StateSlots, token_rows
@@ -64,6 +67,7 @@ def build_parts(
     kv: KVFormat,
     proposer: Proposer = NOBODY,
     mixers: Mapping[str, StateBackend] = NO_MIXERS,
+    ragged: RaggedBackend = OWN,
 ) -> Parts:
     """Allocate everything whose address a graph may hold; arguments as of `build_runner`."""
     kinds, order = [group.kind for group in groups], list(CacheKind)
@@ -140,7 +144,30 @@ def build_parts(
         pooling=limits.pooling,
         shares_prefixes=bounds.share_prefixes,
         latent_expand_from=limits.latent_expand_from,
+        ragged=ragged,
+        ragged_buffers=_ragged_buffers(ragged, config, limits, device=device, dtype=dtype),
     )
+
+
+def _ragged_buffers(
+    ragged: RaggedBackend,
+    config: ModelConfig,
+    limits: RunnerConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Any:
+    """What the ragged backend holds; None where nothing is expanded."""
+    if not limits.latent_expand_from or not any(heads.v_in_k for heads in config.heads):
+        return None
+    bounds = ragged_limits(
+        config,
+        device=device,
+        dtype=dtype,
+        max_reqs=limits.padded_reqs,
+        max_tokens=limits.max_tokens,
+    )
+    return ragged.make_buffers(bounds)
 
 
 def build_runner(
@@ -157,12 +184,13 @@ def build_runner(
     notify: Notify,
     proposer: Proposer = NOBODY,
     mixers: Mapping[str, StateBackend] = NO_MIXERS,
+    ragged: RaggedBackend = OWN,
 ) -> ModelRunner:
     """Allocate everything whose address a graph may hold and wire it up.  Captures nothing yet.
 
     groups: the target's; those of `proposer` stand behind them in the request table and in a step.
     limits.num_pages: of the target's groups.  mixers: by kind, who runs the layers of its STATE
-    groups, which stand behind those of tokens.
+    groups, which stand behind those of tokens.  ragged: who attends to what is expanded.
     """
     parts = build_parts(
         model,
@@ -175,6 +203,7 @@ def build_runner(
         kv=kv,
         proposer=proposer,
         mixers=mixers,
+        ragged=ragged,
     )
     return wire_runner(parts, limits, stream=stream, device=device, notify=notify)
 

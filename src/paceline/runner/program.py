@@ -13,6 +13,8 @@ from torch import Tensor
 from paceline.attention.contract import AttentionBackend, LayerCache
 from paceline.attention.expanded import expanded_plan
 from paceline.attention.held import tensors_in
+from paceline.attention.ragged.contract import RaggedBackend
+from paceline.attention.ragged.own import OWN
 from paceline.cache.pool import KVPool, StatePool
 from paceline.core.expansion import Expansion, expansion_of
 from paceline.core.modes import GENERATES, End, Pooling
@@ -71,6 +73,8 @@ class Parts:
     shares_prefixes: bool = False  # where a step says so, what many rows share is read once
     latent_expand_from: int = 0  # prompt tokens of a request from which latents are expanded, where
     # a step is no graph; 0: never
+    ragged: RaggedBackend = OWN  # who attends to what is expanded
+    ragged_buffers: Any = None
 
     @property
     def usual_ends(self) -> frozenset[End]:
@@ -107,6 +111,7 @@ class Parts:
             **self.table.named_tensors(),
             **self.buffers.named_tensors(),
             **tensors_in("backend", self.backend_buffers),
+            **tensors_in("ragged", self.ragged_buffers),
             **tensors_in("encoder", self.encoder and self.encoder.backend_buffers),
             **{
                 name: tensor
@@ -144,7 +149,9 @@ def target_forward(
         layers=parts.layers,
         states=tuple([mixer.plan(view, is_round=is_round) for mixer in parts.mixers]),
         encoder=None if parts.encoder is None else parts.encoder.plan(view),
-        expanded=None if expansion is None else expanded_plan(own, expansion),
+        expanded=None
+        if expansion is None
+        else expanded_plan(own, expansion, parts.ragged, parts.ragged_buffers),
     )
     overlaid = None
     if view.overlay_slot is not None:

@@ -282,7 +282,8 @@ def test_what_was_chosen_by_another_cache_format_is_chosen_anew(short: Record) -
     and is refused."""
     made = short.made
     options = {**made.options, "latent_expand_from": 171, "attention_backend": "triton"}
-    names = ("latent_expand_from", "attention_backend")
+    options["latent_expand_backend"] = "own"
+    names = ("latent_expand_from", "latent_expand_backend", "attention_backend")
     chosen, asked = (
         replace(short, made=msgspec.structs.replace(made, options=options, chosen=each))
         for each in (names, ())

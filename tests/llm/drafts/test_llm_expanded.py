@@ -19,6 +19,8 @@ from llm_cases import (
 import paceline.layers.attention
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend, Limits
+from paceline.attention.ragged.contract import RaggedLimits, RaggedPart
+from paceline.attention.ragged.own import OwnRagged
 from paceline.cache.pool import KVFormat
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
@@ -52,6 +54,26 @@ class PlannedRows(AttentionBackend):
         return TorchBackend().forward(*operands)
 
 
+class WholeRows(OwnRagged):
+    """Ours, of keys that have their shared columns beside their own, planned on the host."""
+
+    name = "whole-rows"
+    capabilities = replace(OwnRagged.capabilities, shared_columns=False, host_plan=True)
+
+    def make_buffers(self, limits: RaggedLimits) -> RaggedLimits:
+        return limits
+
+    def plan(self, part: RaggedPart, buffers: RaggedLimits) -> RaggedPart:
+        assert part.cu_q.diff().tolist() == list(part.q_lens)
+        assert part.cu_k.diff().tolist() == list(part.k_lens)
+        assert sum(part.q_lens) <= buffers.max_tokens >= sum(part.k_lens)
+        return part
+
+    def attend(self, q: Any, k: Any, v: Any, *rest: Any, scale: float, **how: Any) -> Any:
+        assert q.shape[2] == k.shape[2]
+        return super().attend(q, k, v, *rest, scale=scale, **how)
+
+
 ODD = {"chunked_prefill_size": 7, "max_num_batched_tokens": 19, "page_size": 1}
 KNOBS = Knobs(stream=DeferredStream(), num_pages=(25,), reserve_ahead=0, admission_margin=0)
 TIGHT = {"knobs": KNOBS, "page_size": 4, "max_num_batched_tokens": 40, "sanitize": True}
@@ -64,10 +86,11 @@ WAYS: dict[str, dict[str, Any]] = {
     | {"attention_backend": f"{__name__}:PlannedRows", "enforce_eager": True}
     | {"cuda_graph_max_tokens": GRAPH_TOKENS},
     "preempted, sanitized": TIGHT,
+    "odd chunks, by another's kernel": ODD | {"latent_expand_backend": f"{__name__}:WholeRows"},
 }
 CELLS = [
-    *(("deepseek_v3-bias-groups", way) for way in WAYS),
-    ("deepseek_v2-no-query-latent", "odd chunks, beside decode"),
+    *(("deepseek_v3-bias-groups", way) for way in list(WAYS)[:-1]),
+    ("deepseek_v2-no-query-latent", "odd chunks, by another's kernel"),
 ]
 PARAMS = replace(GREEDY, max_tokens=9, logprobs=0)
 SCORED = replace(PARAMS, prompt_logprobs=0)

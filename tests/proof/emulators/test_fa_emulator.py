@@ -161,7 +161,7 @@ def test_a_recorded_graph_replays_it_with_the_lengths_of_that_moment() -> None:
         ({"q": call()["q"].float()}, "q must be bfloat16 or float16, got torch.float32"),
         ({"k": call()["k"].half()}, "k and v dtype must be torch.bfloat16"),
         ({"q": call()["q"][0]}, "q, k and v must be 3, 4 and 4 dims"),
-        ({"v": call()["v"][:8]}, "pages, page size and heads of v"),
+        ({"v": call()["v"][:8]}, "places and heads of v"),
         ({"q": call()["q"][..., :4]}, "head dim of k must be 4, got 8"),
         ({"v": call()["v"][..., :4]}, "V head dim must be a multiple of 8 from 8 to 256, got 4"),
         ({"q": call()["q"][:, :3]}, "heads must be a multiple of 2 KV heads, got 3"),

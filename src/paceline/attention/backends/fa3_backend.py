@@ -86,9 +86,7 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
             for wanted, name in ((config.window, "sliding window"), (config.soft_cap, "soft cap")):
                 if wanted:
                     reasons.append(f"{name} must be absent with latents, got present")
-        if torch.cuda.is_available() and not any(map(can_find, MODULES)):
-            reasons.append(f"one of {', '.join(MODULES)} must be importable, got none of them")
-        return reasons
+        return reasons + absence()
 
     def import_library(self) -> FlashAttention3Library:
         """The first of MODULES that imports.  Raises ConfigError with what each said."""
@@ -131,3 +129,10 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
         if isinstance(result, Tensor):
             return result, None
         return result[0], result[1]
+
+
+def absence() -> list[str]:
+    """On a machine with a GPU, why no build can be found; nothing is imported."""
+    if not torch.cuda.is_available() or any(map(can_find, MODULES)):
+        return []
+    return [f"one of {', '.join(MODULES)} must be importable, got none of them"]

@@ -92,9 +92,7 @@ class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
                 f"head dim must be {dims} with log-sum-exp on CUDA arch 9, got {dim}: "
                 "a non-causal tile of 144 keys outgrows the library's page list of 128"
             )
-        if torch.cuda.is_available() and not _is_installed():
-            reasons.append(f"{PACKAGE} must be installed, got no such package")
-        return reasons
+        return reasons + absence()
 
     def import_library(self) -> FlashAttention4Library:
         """`flash_attn.cute.interface`, told to keep what it compiles, unless the user said not to.
@@ -131,10 +129,12 @@ class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
         )
 
 
-def _is_installed() -> bool:
-    """Whether the package's metadata is here; nothing is imported."""
+def absence() -> list[str]:
+    """On a machine with a GPU, why the package's metadata is not here; nothing is imported."""
+    if not torch.cuda.is_available():
+        return []  # planning for another machine: what is installed here says nothing
     try:
         importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return [f"{PACKAGE} must be installed, got no such package"]
+    return []

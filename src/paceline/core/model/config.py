@@ -444,6 +444,15 @@ class ModelConfig:
         return self.latent if all(heads.v_in_k for heads in self.heads) else None
 
     @property
+    def expanded_dims(self) -> tuple[int, int]:
+        """Columns of a head's key, those that turn included, and of its value, where latents are
+        expanded; a model without latents of its own has its heads'."""
+        if self.latent is None:
+            heads = self.heads[0]
+            return heads.head_dim, heads.v_head_dim
+        return self.latent.nope_dim + self.latent.rope_dim, self.latent.v_dim
+
+    @property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
         """(rope, dimensions of a head that it turns) of the layers, each once, in order."""
         turned = [(layer.rope, layer.rotary_dim) for layer in self.layers]

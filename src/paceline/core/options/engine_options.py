@@ -220,12 +220,20 @@ class EngineOptions:
         None,
         int,
         "Prompt tokens of one request in one step from which latent attention expands keys and "
-        "values of every head, by our own kernel, in steps that are no graphs; 0: none, and the "
-        "attention backend has all steps.",
+        "values of every head, in steps that are no graphs; 0: none, and the attention backend has "
+        "all steps.",
         "--latent-expand-from",
         unit="tokens",
         low=0,
         left_out="where that takes fewer operations, with a model of latents on a GPU",
+    )
+    latent_expand_backend: str | None = _of_kernels(
+        None,
+        str,
+        "Who attends to expanded keys and values: own (our kernel), flashinfer, fa4, fa3, auto, or "
+        "pkg.mod:Class.",
+        "--latent-expand-backend",
+        left_out="the fastest that was measured, or the library of --attention-backend",
     )
     speculative_algorithm: str | None = _of_drafts(
         None,

@@ -49,14 +49,17 @@ _OF_DEVICES = frozenset(
         "cuda_graph_max_tokens",
         "gpu_memory_utilization",
         "kv_cache_bytes",
+        "latent_expand_backend",
         "latent_expand_from",
         "threads",
     }
 )
 # What it chooses by another option, which may rule out what was chosen before.
 _FOLLOWING = {
-    "cuda_graph_max_tokens": {"latent_expand_from"},
-    "kv_cache_dtype": {"attention_backend", "latent_expand_from"},
+    "attention_backend": {"latent_expand_backend"},
+    "cuda_graph_max_tokens": {"latent_expand_backend", "latent_expand_from"},
+    "kv_cache_dtype": {"attention_backend", "latent_expand_backend", "latent_expand_from"},
+    "latent_expand_from": {"latent_expand_backend"},
 }
 _ROUNDING = 1 / 32  # of a magnitude: bfloat16 through all layers stays below
 _LOG = logging.getLogger("paceline")

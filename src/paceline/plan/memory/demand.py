@@ -9,12 +9,21 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, Capabilities, LayerCache, Limits, Part
 from paceline.attention.paged import empty_outputs
+from paceline.attention.ragged.contract import (
+    RaggedBackend,
+    RaggedCapabilities,
+    RaggedLimits,
+    RaggedPart,
+)
+from paceline.attention.ragged.own import OWN
+from paceline.attention.ragged.registry import load_ragged
 from paceline.attention.registry import load_backend
 from paceline.cache.pool import KVFormat, torch_kv_dtype
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import EngineOptions, known
 from paceline.core.parallel import ALONE, Parallel, of_rank
+from paceline.kernels.ragged_attention import SharedColumns
 from paceline.kernels.step_view import StepView
 from paceline.models.packed_layers import PLAIN, Packings
 from paceline.plan.assemble import decide
@@ -138,7 +147,12 @@ class _Rehearsal:
         self._limits = decided.limits
         # On a GPU a round of all is captured at boot, however many draft at a time.
         self._drafting = options.speculative_max_batch if device.device_type == "cpu" else None
-        self._seen = rehearse(decided, Declared.by(backend or load_backend("torch")), device)
+        self._seen = rehearse(
+            decided,
+            Declared.by(backend or load_backend("torch")),
+            device,
+            ragged=_ragged(options),
+        )
 
     def demand(self) -> Demand:
         seen, device = self._seen, self._device
@@ -162,6 +176,15 @@ class _Rehearsal:
             return held
         nodes = GRAPH_NODE_BYTES * self._layers
         return RESERVE_FACTOR * (held + len(first) * nodes) + nodes + widest
+
+
+def _ragged(options: EngineOptions) -> RaggedBackend:
+    """Who attends to expanded latents, as far as that is decided; no library runs."""
+    name = options.latent_expand_backend
+    if name in (None, "auto", OWN.name):
+        return OWN
+    assert name is not None
+    return DeclaredRagged.by(load_ragged(name))
 
 
 @dataclass(frozen=True)
@@ -190,3 +213,39 @@ class Declared(AttentionBackend[Tensor, None]):
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: Any, part: Part
     ) -> tuple[Tensor, Tensor | None]:
         return empty_outputs(q, layer)
+
+
+@dataclass(frozen=True)
+class DeclaredRagged(RaggedBackend[Tensor, None]):
+    """As `Declared`, of a ragged backend."""
+
+    name: str
+    capabilities: RaggedCapabilities
+    real: RaggedBackend
+
+    @staticmethod
+    def by(real: RaggedBackend) -> "DeclaredRagged":
+        """Of the same name and capabilities."""
+        return DeclaredRagged(name=real.name, capabilities=real.capabilities, real=real)
+
+    def make_buffers(self, limits: RaggedLimits) -> Tensor:
+        """[bytes]  uint8"""
+        size = self.real.buffer_bytes(limits)
+        return torch.empty(size, dtype=torch.uint8, device=limits.device)
+
+    def plan(self, part: RaggedPart, buffers: Tensor) -> None:
+        return None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shared: SharedColumns | None,
+        plan: None,
+        *,
+        scale: float,
+        out_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        return q.new_empty(*q.shape[:2], v.shape[2]), lse

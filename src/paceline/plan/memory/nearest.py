@@ -29,7 +29,8 @@ from paceline.plan.speculation import shape_of, without_speculation
 LEAST_STEP = 256  # tokens; a shorter step makes every prompt slow
 MOST_OF_A_GPU = 95  # percent; beyond it the driver and the allocator have no room
 MOST_COMMANDS = 4
-YIELDING = ("latent_expand_from",)  # asked, and left to the engine where another value rules it out
+# Asked, and left to the engine where another value rules them out.
+YIELDING = ("latent_expand_from", "latent_expand_backend")
 Fits = Callable[[Asked], bool | None]  # None: it cannot run, however much memory there is
 
 

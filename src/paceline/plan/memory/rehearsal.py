@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.attention.contract import AttentionBackend
+from paceline.attention.ragged.contract import RaggedBackend
+from paceline.attention.ragged.own import OWN
 from paceline.core.expansion import Expansion, whole_step
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model.config import ModelConfig
@@ -161,7 +163,13 @@ class Rehearsed:
     workspace: int  # of all else that stays: tables, buffers, rope, what the backend holds
 
 
-def rehearse(decided: Decided, backend: AttentionBackend, facts: DeviceFacts) -> Rehearsed:
+def rehearse(
+    decided: Decided,
+    backend: AttentionBackend,
+    facts: DeviceFacts,
+    *,
+    ragged: RaggedBackend = OWN,
+) -> Rehearsed:
     """Assemble an engine as it would be made on `facts`, without its weights.
 
     Raises RuntimeError where `backend` cannot allocate on the meta device.
@@ -170,7 +178,7 @@ def rehearse(decided: Decided, backend: AttentionBackend, facts: DeviceFacts) ->
         # Memory that ranks have once for all is counted by each.
         capacity = 0 if decided.parallel.size == 1 else exchange_capacity(decided)
         exchange = empty_exchange(decided.parallel, capacity, dtype=decided.dtype)
-        parts = assemble(decided, EmptyWeights(decided, exchange), backend, META)
+        parts = assemble(decided, EmptyWeights(decided, exchange), backend, META, ragged=ragged)
     weights, draft_weights = (weight_bytes(m) for m in (parts.model, parts.proposer.model))
     pools = [pool.named_tensors().values() for pool in parts.device_pools]
     kv = sum(tensor.nbytes for pool in pools for tensor in pool)

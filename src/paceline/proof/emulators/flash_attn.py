@@ -10,14 +10,21 @@ flash-attention's `hopper/flash_attn_interface.py`.
 """
 
 import itertools
-import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.core.errors import KernelArgumentError
 from paceline.kernels.custom_op import define_op
+from paceline.proof.emulators.flash_attn_ragged import attend_ragged
+from paceline.proof.emulators.flash_attn_rules import (
+    attend,
+    require,
+    require_head_dims,
+    require_list,
+    require_offsets,
+    require_operands,
+    seen,
+)
 
 
 def flash_attn_varlen_func(
@@ -26,9 +33,11 @@ def flash_attn_varlen_func(
     v: Tensor,  # [num_pages, page_size, kv_heads, v_head_dim]
     *,
     cu_seqlens_q: Tensor,  # [reqs + 1]  int32
+    cu_seqlens_k: Tensor | None = None,  # [reqs + 1]  int32
     max_seqlen_q: int,
-    seqused_k: Tensor,  # [reqs]  int32
-    page_table: Tensor,  # [reqs, max_pages]  int32
+    max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,  # [reqs]  int32
+    page_table: Tensor | None = None,  # [reqs, max_pages]  int32
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (None, None),
@@ -40,9 +49,31 @@ def flash_attn_varlen_func(
     """FlashAttention 4: out [tokens, heads, v_head_dim], and lse [heads, tokens] when asked.
 
     Both sides of the window are inclusive; None is open.  lse is natural and counts the sink.
+    Keys lie in pages, or with cu_seqlens_k behind one another: k [keys, kv_heads, head_dim].
     """
-    _require_matching(q, k, v)
-    _require_head_dims(q, v)
+    if cu_seqlens_k is not None:
+        require(page_table is None, "page_table with cu_seqlens_k", None, "given")
+        plain = window_size == (None, None) and learnable_sink is None and not softcap
+        require(plain, "windows, sinks and soft cap with cu_seqlens_k", "none emulated", "given")
+        most = len(k) if max_seqlen_k is None else max_seqlen_k
+        out, lse = attend_ragged(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=most,
+            softmax_scale=softmax_scale,
+            causal=causal,
+        )
+        return out, lse if return_lse else None
+    require(page_table is not None, "page_table", "given without cu_seqlens_k", None)
+    require(seqused_k is not None, "seqused_k", "given without cu_seqlens_k", None)
+    assert page_table is not None, "required above"
+    assert seqused_k is not None, "required above"
+    require_operands(q, k, v, places=2)
+    require_head_dims(q, v)
     return _attend_paged(
         q,
         k,
@@ -80,13 +111,13 @@ def _attend_paged(
 ) -> tuple[Tensor, Tensor | None]:
     """Heads of any width, which match, as both libraries check and run them."""
     _require_lists(q, cu_seqlens_q, seqused_k, page_table)
-    _require(num_splits == 1, "num_splits", "1 on CUDA arch 9", num_splits)
+    require(num_splits == 1, "num_splits", "1 on CUDA arch 9", num_splits)
     for side in window_size:
-        _require(side is None or side >= 0, "window_size", "None or at least 0", window_size)
+        require(side is None or side >= 0, "window_size", "None or at least 0", window_size)
     if learnable_sink is not None:
         found = (learnable_sink.dtype, tuple(learnable_sink.shape))
         wanted = (torch.bfloat16, (q.shape[1],))
-        _require(found == wanted, "learnable_sink", wanted, found)
+        require(found == wanted, "learnable_sink", wanted, found)
     out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     _EMULATED(
@@ -129,18 +160,18 @@ def flash_attn_with_kvcache(
 
     qv: adds qv.v to each score.  num_splits changes the order of sums alone: nothing to emulate.
     """
-    _require(num_splits >= 0, "num_splits", "at least 0", num_splits)
+    require(num_splits >= 0, "num_splits", "at least 0", num_splits)
     for side in window_size:
-        _require(side >= -1, "window_size", "-1 or at least 0", window_size)
+        require(side >= -1, "window_size", "-1 or at least 0", window_size)
     left, right = (None if side == -1 else side for side in window_size)
     if qv is None:
-        _require_matching(q, k_cache, v_cache)
-        _require_head_dims(q, v_cache)
+        require_operands(q, k_cache, v_cache, places=2)
+        require_head_dims(q, v_cache)
     else:
         _require_latents(q, qv, k_cache, v_cache)
         softmax_scale = softmax_scale or (q.shape[-1] + qv.shape[-1]) ** -0.5
         q, k_cache = torch.cat((qv, q), -1), torch.cat((v_cache, k_cache), -1)
-        _require_matching(q, k_cache, v_cache)
+        require_operands(q, k_cache, v_cache, places=2)
     out, lse = _attend_paged(
         q,
         k_cache,
@@ -162,41 +193,14 @@ def flash_attn_with_kvcache(
 # --- rules a call can break -----------------------------------------------------------------------
 
 
-def _require(holds: bool, name: str, expected: object, got: object) -> None:
-    if not holds:
-        remedy = "see the library's interface: the real kernel would read elsewhere, or refuse"
-        raise KernelArgumentError.about(name, expected=expected, got=got, remedy=remedy)
-
-
-def _require_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Dtypes, head dims and heads of q [tokens, heads, dim], k and v [pages, size, heads, dim]."""
-    _require(q.dtype in (torch.bfloat16, torch.float16), "q", "bfloat16 or float16", q.dtype)
-    _require(k.dtype == v.dtype == q.dtype, "k and v dtype", q.dtype, (k.dtype, v.dtype))
-    shapes = (tuple(q.shape), tuple(k.shape), tuple(v.shape))
-    _require(q.dim() == 3 and k.dim() == v.dim() == 4, "q, k and v", "3, 4 and 4 dims", shapes)
-    _require(
-        k.shape[:3] == v.shape[:3], "pages, page size and heads of v", k.shape[:3], v.shape[:3]
-    )
-    _require(q.shape[2] == k.shape[3], "head dim of k", q.shape[2], k.shape[3])
-    heads, kv_heads = q.shape[1], k.shape[2]
-    _require(heads % kv_heads == 0, "heads", f"a multiple of {kv_heads} KV heads", heads)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _require(tensor.stride(-1) == 1, f"last stride of {name}", 1, tensor.stride(-1))
-
-
-def _require_head_dims(q: Tensor, v: Tensor) -> None:
-    for name, dim in (("head dim", q.shape[-1]), ("V head dim", v.shape[-1])):
-        _require(8 <= dim <= 256 and dim % 8 == 0, name, "a multiple of 8 from 8 to 256", dim)
-
-
 def _require_latents(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> None:
     """The shapes there are kernels with qv for: 64 columns of Q and K, 512 of qv and V."""
     dims, wanted = (q.shape[-1], k.shape[-1], qv.shape[-1], v.shape[-1]), (64, 64, 512, 512)
-    _require(dims == wanted, "last dims of q, k, qv and v", wanted, dims)
-    _require(qv.shape[:2] == q.shape[:2], "rows and heads of qv", q.shape[:2], qv.shape[:2])
-    _require(qv.dtype == q.dtype, "qv dtype", q.dtype, qv.dtype)
+    require(dims == wanted, "last dims of q, k, qv and v", wanted, dims)
+    require(qv.shape[:2] == q.shape[:2], "rows and heads of qv", q.shape[:2], qv.shape[:2])
+    require(qv.dtype == q.dtype, "qv dtype", q.dtype, qv.dtype)
     for name, tensor in (("qv", qv), ("k", k), ("v", v)):
-        _require(tensor.stride(-1) == 1, f"last stride of {name}", 1, tensor.stride(-1))
+        require(tensor.stride(-1) == 1, f"last stride of {name}", 1, tensor.stride(-1))
 
 
 def _require_lists(q: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, page_table: Tensor) -> None:
@@ -204,35 +208,21 @@ def _require_lists(q: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, page_tabl
     reqs = len(cu_seqlens_q) - 1
     lists = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "page_table": page_table}
     for name, tensor in lists.items():
-        _require(tensor.dtype == torch.int32, f"{name} dtype", torch.int32, tensor.dtype)
-        _require(tensor.stride(-1) == 1, f"last stride of {name}", 1, tensor.stride(-1))
-        _require(tensor.device == q.device, f"{name} device", q.device, tensor.device)
-    _require(seqused_k.shape == (reqs,), "seqused_k shape", (reqs,), tuple(seqused_k.shape))
+        require_list(name, tensor, q)
+    require(seqused_k.shape == (reqs,), "seqused_k shape", (reqs,), tuple(seqused_k.shape))
     rows = tuple(page_table.shape)
-    _require(
-        page_table.dim() == 2 and rows[0] == reqs, "page_table shape", f"({reqs}, pages)", rows
-    )
-
-
-def _require_offsets(offsets: Sequence[int], tokens: int, max_seqlen_q: int) -> None:
-    """The query offsets of one run."""
-    _require(offsets[0] == 0, "cu_seqlens_q[0]", 0, offsets[0])
-    extends = [end - start for start, end in itertools.pairwise(offsets)]
-    _require(min(extends) >= 0, "cu_seqlens_q", "monotone", list(offsets))
-    _require(offsets[-1] == tokens, "cu_seqlens_q[-1]", f"the {tokens} rows of q", offsets[-1])
-    longest = max(extends)
-    _require(max_seqlen_q >= longest, "max_seqlen_q", f"at least {longest}", max_seqlen_q)
+    require(page_table.dim() == 2 and rows[0] == reqs, "page_table shape", f"({reqs}, pages)", rows)
 
 
 def _live_pages(table: Tensor, keys: int, page_size: int, num_pages: int) -> Tensor:
     """The page ids of one request with queries: table [max_pages] -> [ceil(keys / page_size)]."""
-    _require(keys >= 1, "seqused_k", "at least 1 for a request with queries", keys)
+    require(keys >= 1, "seqused_k", "at least 1 for a request with queries", keys)
     needed, width = -(-keys // page_size), table.shape[0]
-    _require(needed <= width, "page_table width", f"at least {needed} pages", width)
+    require(needed <= width, "page_table width", f"at least {needed} pages", width)
     pages = table[:needed].long()
     inside = f"page ids below {num_pages}"
     is_inside = bool((pages >= 0).all()) and bool((pages < num_pages).all())
-    _require(is_inside, "page_table", inside, pages.tolist())
+    require(is_inside, "page_table", inside, pages.tolist())
     return pages
 
 
@@ -257,64 +247,23 @@ def _emulate(
 ) -> None:
     """Request by request.  Whole pages are loaded: a dead slot of V is multiplied by 0."""
     offsets, used = cu_seqlens_q.tolist(), seqused_k.tolist()
-    _require_offsets(offsets, q.shape[0], max_seqlen_q)
+    require_offsets("q", offsets, max_seqlen_q)
+    require(offsets[-1] == len(q), "cu_seqlens_q[-1]", f"the {len(q)} rows of q", offsets[-1])
     for request, (start, end) in enumerate(itertools.pairwise(offsets)):
         if start == end:
             continue  # no tile of queries: nothing of the request is read
         keys = used[request]
         pages = _live_pages(page_table[request], keys, k.shape[1], k.shape[0])
-        seen = _seen(end - start, keys, len(pages) * k.shape[1], left=left, right=right)
-        out[start:end], lse[:, start:end] = _attend(
+        visible = seen(end - start, keys, len(pages) * k.shape[1], left=left, right=right)
+        out[start:end], lse[:, start:end] = attend(
             q[start:end],
             k[pages].flatten(0, 1),
             v[pages].flatten(0, 1),
-            seen,
+            visible,
             scale=scale,
             soft_cap=soft_cap,
             sink=sink,
         )
-
-
-def _seen(queries: int, keys: int, loaded: int, *, left: int | None, right: int | None) -> Tensor:
-    """[queries, loaded] bool: aligned so that the last query is at the last key."""
-    at = torch.arange(loaded)
-    own = torch.arange(queries).unsqueeze(1) + (keys - queries)
-    seen = (at < keys).expand(queries, -1)
-    if left is not None:
-        seen = seen & (at >= own - left)
-    if right is not None:
-        seen = seen & (at <= own + right)
-    return seen
-
-
-def _attend(
-    q: Tensor,  # [queries, heads, head_dim]
-    k: Tensor,  # [loaded, kv_heads, head_dim]
-    v: Tensor,  # [loaded, kv_heads, v_head_dim]
-    seen: Tensor,  # [queries, loaded]  bool
-    *,
-    scale: float,
-    soft_cap: float,
-    sink: Tensor | None,  # [heads]
-) -> tuple[Tensor, Tensor]:
-    """out [queries, heads, v_head_dim], lse [heads, queries] float32.
-
-    Scores and sums are float32; weights are rounded to the dtype of v before they meet it.
-    """
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores.masked_fill(~seen, -math.inf)
-    highest = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - highest.masked_fill(highest == -math.inf, 0.0))
-    total = weights.sum(-1, keepdim=True)
-    if sink is not None:
-        total = total + torch.exp(sink.float().view(-1, 1, 1) - highest)
-    mixed = torch.einsum("hqk,khd->hqd", weights.to(v.dtype).float(), values)
-    out = mixed / total.masked_fill(total == 0.0, 1.0)
-    return out.transpose(0, 1).to(q.dtype), (highest + total.log()).squeeze(-1)
 
 
 _EMULATED = define_op(

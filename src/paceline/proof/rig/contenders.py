@@ -21,6 +21,10 @@ from paceline.attention.flash_attention import FlashAttentionBackend
 from paceline.attention.latent_decode import LatentDecodeBackend
 from paceline.attention.mixers import load_state_backend
 from paceline.attention.names import parse, singles
+from paceline.attention.ragged.contract import RaggedBackend, RaggedConfig
+from paceline.attention.ragged.flashinfer_ragged import FlashInferRagged
+from paceline.attention.ragged.registry import load_ragged
+from paceline.attention.ragged.varlen import VarlenBackend
 from paceline.attention.registry import compose, load_backend
 from paceline.attention.states import StateBackend, StateConfig
 from paceline.core.model.config import SOFTMAX
@@ -42,6 +46,12 @@ EMULATORS = {
     "tokenspeed_mla": "paceline.proof.emulators.tokenspeed_mla",
     "cutlass_mla": "paceline.proof.emulators.cutlass_mla",
     "trtllm_mha": "paceline.proof.emulators.trtllm_mha",
+}
+# The same of ragged backends.
+RAGGED_EMULATORS = {
+    "flashinfer": "paceline.proof.emulators.flashinfer_expanded",
+    "fa3": "paceline.proof.emulators.flash_attn_ragged",
+    "fa4": "paceline.proof.emulators.flash_attn",
 }
 _OF_A_LIBRARY = (
     *(FlashInferBackend, FlashAttentionBackend, FlashInferMLABackend, FlashMLABackend),
@@ -88,6 +98,21 @@ def for_case(who: Contender, case: Case) -> AttentionBackend | StateBackend:
     return backend
 
 
+def ragged_for(case: Case, device_type: str) -> RaggedBackend:
+    """Who attends to what a case expands: the real library, or on a CPU its emulator."""
+    backend = load_ragged(case.ragged_backend)
+    if device_type == "cuda" or case.ragged_backend not in RAGGED_EMULATORS:
+        return backend
+    assert isinstance(backend, VarlenBackend | FlashInferRagged), "of a library"
+    library: Any = import_module(RAGGED_EMULATORS[case.ragged_backend])
+    return replace(backend, library=library)
+
+
+def is_emulated(case: Case, who: Contender, device_type: str) -> bool:
+    """Whether a library that takes part in a cell is an emulator."""
+    return who.is_emulated or (device_type != "cuda" and case.ragged_backend in RAGGED_EMULATORS)
+
+
 def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.device) -> list[str]:
     """Every reason why a contender cannot run a case; empty when it can."""
     if isinstance(who.backend, StateBackend):
@@ -124,7 +149,24 @@ def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
     reasons: object = composed.unsupported_reasons(config)
     if not isinstance(reasons, list):
         raise TypeError(f"unsupported_reasons must return a list of texts, got {reasons!r}")
-    return reasons
+    return reasons + _ragged_refusals(case, device)
+
+
+def _ragged_refusals(case: Case, device: torch.device) -> list[str]:
+    """As `refusals`, of who attends to what is expanded."""
+    if not case.latent_expand_from:
+        return []
+    is_real = device.type == "cuda"
+    is_own = case.ragged_backend not in RAGGED_EMULATORS
+    wanted = RaggedConfig(
+        device_type=device.type if is_own else "cuda",
+        cuda_arch=torch.cuda.get_device_capability(device) if is_real else _EMULATED_ARCH,
+        dtype=getattr(torch, case.dtype),
+        num_heads=case.num_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+    )
+    return load_ragged(case.ragged_backend).unsupported_reasons(wanted)
 
 
 def _state_refusals(

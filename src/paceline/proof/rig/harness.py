@@ -16,7 +16,7 @@ import torch
 from paceline.attention.contract import AttentionBackend
 from paceline.attention.states import StateBackend
 from paceline.proof.check.cell import CellResult, RunnerKind, Status
-from paceline.proof.rig.contenders import Contender, for_case, refusals
+from paceline.proof.rig.contenders import Contender, for_case, is_emulated, refusals
 from paceline.proof.rig.prepared import (
     PreparedCase,
     PreparedStates,
@@ -54,7 +54,7 @@ def run_cell(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
     except Exception as error:  # noqa: BLE001  a backend may raise anything; the run goes on
         reason = f"raised {type(error).__name__}: {error}"
         return told(Status.FAILING, reason, ran_as=ran_as)
-    passed = Status.EMULATED if who.is_emulated else Status.PROVEN
+    passed = Status.EMULATED if is_emulated(case, who, device.type) else Status.PROVEN
     status = passed if finding.fault is None else Status.FAILING
     return told(status, finding.fault, ran_as=ran_as, finding=finding)
 

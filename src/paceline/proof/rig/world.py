@@ -20,6 +20,7 @@ from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step, StepLayout
 from paceline.models.causal_lm import CausalLM
 from paceline.proof.check.cell import RunnerKind
+from paceline.proof.rig.contenders import ragged_for
 from paceline.proof.rig.placement import BatchPlacement
 from paceline.proof.suite.case import Batch, Case
 from paceline.runner.build import NO_MIXERS, build_runner
@@ -106,6 +107,7 @@ class World:
             notify=self._events,
             proposer=proposer,
             mixers=mixers,
+            ragged=ragged_for(case, device.type),
         )
 
     def run(self, step: Step) -> list[str]:

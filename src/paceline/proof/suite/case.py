@@ -122,6 +122,7 @@ class Case:
     v_in_k: bool = False  # V is the leading v_head_dim columns of K: absorbed latent attention
     latent_expand_from: int = 0  # tokens of a request from which its latents are expanded, in a
     # step that is no graph; 0: never
+    ragged_backend: str = "own"  # who attends to what is expanded; on a CPU a library's emulator
     dtype: str = "float32"  # of queries, keys and values
     kv_dtype: str | None = None  # of the cache: "float8_e4m3fn", or None for dtype
     layers: tuple[Layer, ...] = (Layer(),)

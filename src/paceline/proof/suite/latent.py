@@ -91,12 +91,13 @@ def _expanded() -> tuple[Case, ...]:
     """Long prompts, expanded: without a prefix, behind one of a page, and behind one of several
     pieces, in which others are exhausted; beside rows that decode."""
 
-    def expanded(mode: ForwardMode, layout: PageLayout) -> Case:
+    def expanded(mode: ForwardMode, layout: PageLayout, by: str = "own") -> Case:
         case = replace(_latent(mode), num_heads=4, head_dim=192, v_head_dim=128, layout=layout)
-        return replace(case, latent_expand_from=4)
+        return replace(case, latent_expand_from=4, ragged_backend=by)
 
     extend, mixed = ForwardMode.EXTEND, ForwardMode.MIXED
     rows = ((0, 9), (16, 5), (150, 6), (40, 4))
+    beside = ((15, 1), (64, 1), (33, 1), (0, 11), (90, 4), (20, 2))
     return (
         *(
             ragged_case(expanded(extend, layout), f"expanded-{layout.value}", rows)
@@ -105,7 +106,11 @@ def _expanded() -> tuple[Case, ...]:
         ragged_case(
             replace(expanded(mixed, PageLayout.SHUFFLED), layers=(Layer(),) * 2),
             "expanded-behind-decode",
-            ((15, 1), (64, 1), (33, 1), (0, 11), (90, 4), (20, 2)),
+            beside,
+        ),
+        *(
+            ragged_case(expanded(mixed, PageLayout.SHUFFLED, by), f"expanded-by-{by}", beside)
+            for by in ("flashinfer", "fa3", "fa4")
         ),
     )
 
