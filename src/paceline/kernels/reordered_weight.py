@@ -2,7 +2,7 @@
 
 oneDNN multiplies with a weight whose numbers lie in tiles; it rearranges one that lies row by row
 in each call, which for a few rows of x takes as long as the product.  Here that is done once
-(decision 119).  The numbers and their sums are the same, bit for bit.
+(decision 115).  The numbers and their sums are the same, bit for bit.
 """
 
 import ctypes

@@ -40,7 +40,7 @@ MOST_KEY_DIM = 256  # rows of a state that a program holds in registers
 MOST_KEY_BYTES = 512  # of a key: chunks of 64 rows of larger ones take 101 to 168 KiB of shared
 # memory, where many GPUs have 99 (benchmarks/state_chunks_memory.py)
 MOST_STEP_VALUES = 131_071  # of all requests: of more, states alone fill the GPU, and two kernels,
-# of which one convolves once, are faster (decision 113)
+# of which one convolves once, are faster (decision 111)
 MOST_ROUND_ROWS = 64  # of a request, whose products with one another it holds too
 
 
