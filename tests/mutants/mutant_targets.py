@@ -366,12 +366,12 @@ TARGETS = (
     Target(
         "attention/ragged/contract.py",
         ("keyless_tokens", "blank_keyless"),
-        Killers(_cells("torch", *_RAGGED), ("attention/test_ragged.py",)),
+        Killers(_cells("torch", *_RAGGED), ("attention/ragged/test_ragged.py",)),
     ),
     Target(
         "attention/ragged/flashinfer_ragged.py",
         ("PartWrappers", "FlashInferRagged.plan", "FlashInferRagged.attend"),
-        Killers(_cells("torch", *_RAGGED), ("attention/test_ragged.py",)),
+        Killers(_cells("torch", *_RAGGED), ("attention/ragged/test_ragged.py",)),
     ),
     Target("kernels/_triton/prefix_rows.py", (), Killers((), ("kernels/test_prefix_rows.py",))),
     Target("kernels/_triton/latent_rows.py", (), Killers((), ("kernels/test_latent_rows.py",))),
