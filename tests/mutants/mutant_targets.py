@@ -215,14 +215,14 @@ TARGETS = (
     Target(
         "attention/layouts/csr.py",
         ("csr_lens", "derive_indices", "derive_lists"),
-        Killers(_cells("flashinfer", *_STEP, *_SHAPES), ("attention/test_csr_layout.py",)),
+        Killers(_cells("flashinfer", *_STEP, *_SHAPES), ("attention/layouts/test_csr_layout.py",)),
     ),
     Target(
         "attention/layouts/chunks.py",
         (),
         Killers(
             _cells("fa4", *_IN_CHUNKS) + _cells("flashinfer", *_IN_CHUNKS),
-            ("attention/test_chunks.py",),
+            ("attention/layouts/test_chunks.py",),
         ),
     ),
     Target(
@@ -230,7 +230,7 @@ TARGETS = (
         (),
         Killers(
             _cells("torch", *_STEP, *_SHAPES) + _cells("fa4", *_STEP),
-            ("attention/test_csr_layout.py",),
+            ("attention/layouts/test_csr_layout.py",),
         ),
     ),
     Target(
@@ -267,7 +267,7 @@ TARGETS = (
         ),
         Killers(
             _FLASHINFER + _cells("flashinfer", *_IN_CHUNKS),
-            ("attention/test_flashinfer_backend.py", "attention/test_chunks.py"),
+            ("attention/test_flashinfer_backend.py", "attention/layouts/test_chunks.py"),
         ),
     ),
     Target(
