@@ -8,10 +8,12 @@ python benchmarks/served_decode.py --streams 64 --options \\
 
 Each side is a process that loads the model with the same options; the client is another, which
 reads its streams and looks at little.  Rounds take turns, one side at a time, and who begins takes
-turns too.  Prompts differ from round to round, so that no prefix is found.  The first token is
-timed twice: of all streams at once, the median, and of one request alone.  Where the system tells
-the time of threads, the CPU time of the engine's is compared, too, which other work on the machine
-disturbs least.  The last line is one JSON document.
+turns too.  Prompts differ from round to round, so that no prefix is found.  The rate of the decode
+counts from a stream's first token to its last, in the mean of the streams; the wave's from the
+first token of all to the last of all, and so what it took until all streams were there.  The first
+token is timed twice: of all streams at once, the median, and of one request alone.  Where the
+system tells the time of threads, the CPU time of the engine's is compared, too, which other work on
+the machine disturbs least.  The last line is one JSON document.
 """
 
 import argparse
@@ -39,7 +41,8 @@ PROMPT_TOKENS = 16
 class Result:
     """What a side did in one round."""
 
-    tok_s: float  # of the decode
+    tok_s: float  # of the decode, streams in their mean
+    wave_tok_s: float  # from the first token of all to the last
     first_s: float  # to the first token, the median of the streams
     alone_s: float  # to the first token of one request, which has no company
     cpu_s: (
@@ -111,11 +114,13 @@ def direct(options: argparse.Namespace) -> None:
             cpu = spent(cpu_began, cpu_s(os.getpid()))
             metrics = [output.metrics for output in outputs]
             first = min(each.ttft_s for each in metrics)
-            seconds = max(each.latency_s for each in metrics) - first
+            wave_s = max(each.latency_s for each in metrics) - first
+            decodes = [each.latency_s - each.ttft_s for each in metrics]
             began = time.perf_counter()
             llm.generate([alone], once, use_tqdm=False)
             found = {
-                "tok_s": options.streams * (options.tokens - 1) / seconds,
+                "tok_s": options.streams * (options.tokens - 1) / statistics.fmean(decodes),
+                "wave_tok_s": options.streams * (options.tokens - 1) / wave_s,
                 "first_s": statistics.median(each.ttft_s for each in metrics),
                 "alone_s": time.perf_counter() - began,
                 "cpu_s": cpu,
@@ -148,22 +153,29 @@ class Served:
     def run(self, turn: int) -> Result:
         *prompts, alone = prompts_of(turn, self._streams + 1)
         cpu_began = cpu_s(self._engine)
-        first_s, seconds = self._stream(prompts, self._tokens)
+        streams = self._stream(prompts, self._tokens)
         cpu = spent(cpu_began, cpu_s(self._engine))
-        alone_s, _ = self._stream([alone], 1)
-        rate = self._streams * (self._tokens - 1) / seconds
-        return Result(tok_s=rate, first_s=first_s, alone_s=alone_s, cpu_s=cpu)
+        [(alone_s, _)] = self._stream([alone], 1)
+        wave_s = max(last for _, last in streams) - min(first for first, _ in streams)
+        decoded = self._streams * (self._tokens - 1)
+        return Result(
+            tok_s=decoded / statistics.fmean(last - first for first, last in streams),
+            wave_tok_s=decoded / wave_s,
+            first_s=statistics.median(first for first, _ in streams),
+            alone_s=alone_s,
+            cpu_s=cpu,
+        )
 
-    def _stream(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, float]:
-        """Seconds to the first token, the median; from the first of all to the last."""
+    def _stream(self, prompts: list[list[int]], num_tokens: int) -> list[tuple[float, float]]:
+        """Of each stream, seconds to its first token and to its last."""
         began = time.perf_counter()
         ends = [self._asked(ids, num_tokens) for ids in prompts]
-        firsts, counts = dict[socket.socket, float](), dict.fromkeys(ends, 0)
+        firsts, lasts = dict[socket.socket, float](), dict[socket.socket, float]()
+        counts = dict.fromkeys(ends, 0)
         watched = selectors.DefaultSelector()
         for end in ends:
             watched.register(end, selectors.EVENT_READ)
         tails = dict.fromkeys(ends, b"")
-        last = 0.0
         while watched.get_map():
             for key, _ in watched.select():
                 end: socket.socket = key.fileobj  # type: ignore[assignment]
@@ -174,12 +186,12 @@ class Served:
                     firsts[end] = now
                 tails[end] = (tails[end] + data)[-1000:]
                 if b"[DONE]" in tails[end] or not data:
-                    last = now
+                    lasts[end] = now
                     watched.unregister(end)
                     end.close()
         tokens = [int(re.findall(rb'"completion_tokens":(\d+)', tails[each])[-1]) for each in ends]
         assert tokens == [num_tokens] * len(ends), tokens
-        return statistics.median(firsts.values()) - began, last - min(firsts.values())
+        return [(firsts[end] - began, lasts[end] - began) for end in ends]
 
     def close(self) -> None:
         self._process.terminate()
@@ -290,6 +302,7 @@ def compared(options: argparse.Namespace) -> dict[str, Any]:
         row = {
             "tok_s": statistics.median(each.tok_s for each in results),
             "share": statistics.median(each.tok_s / one.tok_s for each, one in pairs),
+            "wave_tok_s": statistics.median(each.wave_tok_s for each in results),
             "share_by_cpu": statistics.median(by_cpu) if by_cpu else None,
             "first_ms": 1e3 * statistics.median(each.first_s for each in results),
             "alone_ms": 1e3 * statistics.median(each.alone_s for each in results),
