@@ -13,7 +13,7 @@ from covers import Cell, cell_name, pairwise
 from paceline.cache.pool import KVPool
 from paceline.core.errors import GraphGuardError, IntegrityError
 from paceline.core.events import Event, EventLog
-from paceline.core.modes import MaskKind
+from paceline.core.modes import POOLS, MaskKind
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import FinishCode, RowLogprobs
 from paceline.runner.extents import PaddedSize
@@ -150,18 +150,24 @@ def test_a_graph_that_shares_the_storage_of_larger_ones_needs_no_reserve() -> No
     ragged = {"extend_len": None}
     store.capture(key(1, ragged_tokens=64, **ragged), lambda: None)
     store.capture(key(8), lambda: None)
-    fits = [key(4), key(2, ragged_tokens=32, **ragged), key(8, ragged_tokens=64, **ragged)]
-    assert [store.wants(k) for k in fits] == [False] * 3
-    assert [store.wants(k) for k in fits] == [True] * 3
+    fits = [
+        key(4),
+        key(2, ragged_tokens=32, **ragged),
+        key(8, ragged_tokens=64, **ragged),
+        key(16, ragged_tokens=64, ends=POOLS, **ragged),  # rows are vectors
+    ]
+    assert [store.wants(k) for k in fits] == [False] * 4
+    assert [store.wants(k) for k in fits] == [True] * 4
     assert not events.counts()
     larger = [
         key(16),  # more rows
         key(8, ragged_tokens=96, **ragged),
+        key(8, ragged_tokens=96, ends=POOLS, **ragged),
         key(4, sampler=SamplerTier.PLUG_INS),
         key(4, logprobs=True),
     ]
-    assert [store.wants(k) for k in larger + larger] == [False] * 8
-    assert sum(events.counts().values()) == 4
+    assert [store.wants(k) for k in larger + larger] == [False] * 10
+    assert sum(events.counts().values()) == 5
 
 
 # --- what the runner captures ---------------------------------------------------------------------

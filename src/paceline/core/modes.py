@@ -21,6 +21,7 @@ class End(StrEnum):
 
 
 GENERATES = frozenset({End.GENERATE})
+POOLS = frozenset({End.POOL})
 
 
 class Pooling(StrEnum):

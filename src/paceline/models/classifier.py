@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.model.config import IDENTITY, SIGMOID, ModelConfig
-from paceline.core.modes import End, Pooling
+from paceline.core.modes import POOLS, Pooling
 from paceline.models.fields import Fields
 from paceline.models.locate import ModelSource
 from paceline.models.registry import architecture
@@ -61,7 +61,7 @@ def classifying(
     found = file.classify(fields, num_labels)
     return replace(
         config,
-        ends=frozenset({End.POOL}),
+        ends=POOLS,
         pooling=found.pooling,
         pooled_head=found.stages,
         label_act=_activation(fields, num_labels),

@@ -10,7 +10,7 @@ from paceline.core.model.config import (
     LayerSpec,
     ModelConfig,
 )
-from paceline.core.modes import End, Pooling
+from paceline.core.modes import POOLS, Pooling
 from paceline.models.architecture import COMPUTED, Architecture, Classifier
 from paceline.models.fields import Fields
 
@@ -60,7 +60,7 @@ def read_bert(fields: Fields, *, first: int = 0) -> dict[str, Any]:
             first_position=first,
             token_types=fields.integer("type_vocab_size"),
         ),
-        "ends": frozenset({End.POOL}),
+        "ends": POOLS,
         "pooling": Pooling.MEAN,  # as sentence-transformers, where no file says another
     }
 

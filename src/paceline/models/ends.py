@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.core.errors import ModelError
 from paceline.core.model.config import HeadStage, ModelConfig
-from paceline.core.modes import End, Pooling
+from paceline.core.modes import POOLS, End, Pooling
 from paceline.models.classifier import classifying, is_classifier
 from paceline.models.fields import Fields
 from paceline.models.locate import ModelSource
@@ -61,7 +61,7 @@ def with_ends(config: ModelConfig, source: ModelSource, asked: Pooling | None) -
             got=f"{head[0].act}",
             remedy="use a model whose tokens see one another in both directions",
         )
-    return replace(config, ends=frozenset({End.POOL}), pooling=pooling, pooled_head=head)
+    return replace(config, ends=POOLS, pooling=pooling, pooled_head=head)
 
 
 def _dense(config: ModelConfig, source: ModelSource) -> tuple[HeadStage, ...]:

@@ -5,7 +5,7 @@ one whose tokens see one another in both directions."""
 from typing import Any
 
 from paceline.core.model.config import QKNorm
-from paceline.core.modes import End, Pooling
+from paceline.core.modes import POOLS, Pooling
 from paceline.models.architecture import COMPUTED, SEEING, Architecture, sandwich
 from paceline.models.config_gemma import DEFAULTS, read_sandwich
 from paceline.models.config_rope import context_limit, read_dual_rope
@@ -14,7 +14,7 @@ from paceline.models.fields import Fields
 
 _WHOLE: dict[str, Any] = {
     "causal": False,
-    "ends": frozenset({End.POOL}),
+    "ends": POOLS,
     "pooling": Pooling.MEAN,
 }
 

@@ -12,7 +12,7 @@ from paceline.core.model.config import (
     LayerSpec,
     ModelConfig,
 )
-from paceline.core.modes import End, Pooling
+from paceline.core.modes import POOLS, Pooling
 from paceline.models.architecture import Architecture, Classifier
 from paceline.models.config_bert import UNUSED
 from paceline.models.config_rope import LAYER_TYPES, read_dual_rope
@@ -74,7 +74,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         "mlp_bias": fields.flag("mlp_bias", False),
         "encoder": EncoderConfig(norm_bias=fields.flag("norm_bias", False)),
         "tie_word_embeddings": False,
-        "ends": frozenset({End.POOL}),
+        "ends": POOLS,
         "pooling": Pooling.MEAN,  # as sentence-transformers, where no file says another
     }
 

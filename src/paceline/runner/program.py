@@ -17,7 +17,7 @@ from paceline.attention.ragged.contract import RaggedBackend
 from paceline.attention.ragged.own import OWN
 from paceline.cache.pool import KVPool, StatePool
 from paceline.core.expansion import Expansion, expansion_of
-from paceline.core.modes import GENERATES, End, Pooling
+from paceline.core.modes import GENERATES, POOLS, End, Pooling
 from paceline.core.request.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan, Step
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
@@ -79,7 +79,7 @@ class Parts:
     @property
     def usual_ends(self) -> frozenset[End]:
         """Of the steps that most requests are in."""
-        return GENERATES if self.generates else frozenset({End.POOL})
+        return GENERATES if self.generates else POOLS
 
     @property
     def all_pools(self) -> tuple[KVPool, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.core.events import Event, Notify
-from paceline.core.modes import GENERATES, End, MaskKind
+from paceline.core.modes import GENERATES, POOLS, End, MaskKind
 from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import kind_of_step
 from paceline.runner.extents import PaddedSize
@@ -286,13 +286,13 @@ class GraphStore:
 
     def _is_covered(self, key: GraphKey) -> bool:
         """Whether captured graphs of as many tokens, and as many rows of the same sampler, share
-        their storage with this one."""
-        if not self.factory.shares_memory:
+        their storage with this one.  A pooled row is a vector, smaller than any of a token."""
+        tokens = max((k.size.tokens for k in self._graphs), default=0)
+        if not self.factory.shares_memory or key.size.tokens > tokens:
             return False
         sampler = (key.sampler, key.logprobs)
         alike = [k.size.reqs for k in self._graphs if (k.sampler, k.logprobs) == sampler]
-        tokens = max((k.size.tokens for k in self._graphs), default=0)
-        return key.size.tokens <= tokens and key.size.reqs <= max(alike, default=0)
+        return key.ends == POOLS or key.size.reqs <= max(alike, default=0)
 
     def _estimate(self, key: GraphKey) -> int:
         largest = self._largest.get(key.extend_len is None)
