@@ -87,6 +87,22 @@ def test_auto_on_a_gpu_chooses_triton() -> None:
     assert choice.rejected["torch"] == ["device must be cpu, got cuda"]
 
 
+def test_auto_passes_over_who_serves_chunks_as_virtual_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "_is_installed", lambda package: True)
+    chunked = replace(ON_H200, chunks=frozenset({8192}))
+    choice = choose(chunked)
+    assert choice.name == "triton"
+    why = "it takes chunks as virtual requests, which no measurement is of"
+    assert choice.rejected["fa4"] == choice.rejected["flashinfer"] == [why]
+
+
+def test_a_backend_whose_chunks_are_no_chunk_support_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no ChunkSupport as its chunks, which are False"):
+        load_backend("third_party_backend:SaysYesOrNo")
+
+
 def test_auto_without_a_candidate_raises_with_every_reason() -> None:
     with pytest.raises(BackendUnsupported) as caught:
         choose(replace(ON_H200, heads=(Heads(4, 2, 20, 20),), cuda_arch=(7, 5)))

@@ -14,5 +14,12 @@ class OutsideBackend(TorchBackend):
     capabilities = replace(TorchBackend.capabilities, page_sizes=frozenset({4}), window=False)
 
 
+class SaysYesOrNo(TorchBackend):
+    """Says of chunks whether it has them, not which."""
+
+    name = "yes-or-no"
+    capabilities = replace(TorchBackend.capabilities, chunks=False)
+
+
 class NotABackend:
     """Has no contract."""

@@ -5,7 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.attention.cascade import cascade, needs_cascade
-from paceline.attention.contract import AttentionBackend, AttentionConfig, Capabilities
+from paceline.attention.contract import (
+    AttentionBackend,
+    AttentionConfig,
+    Capabilities,
+    ChunkSupport,
+)
 from paceline.attention.hybrid import hybrid
 from paceline.attention.measurements import LayerShape, Phase, Table, package_table
 from paceline.attention.names import NO_ATTENTION, Cascade, Name, Pair, parse
@@ -101,6 +106,8 @@ def _require_complete(target: str, backend: type[AttentionBackend]) -> None:
     is_planned = isinstance(can, Capabilities) and can.host_plan
     if is_planned and backend.host_plan is AttentionBackend.host_plan:
         missing.append("host_plan, which its capabilities declare")
+    if isinstance(can, Capabilities) and not isinstance(can.chunks, ChunkSupport):
+        missing.append(f"ChunkSupport as its chunks, which are {can.chunks!r}")
     if missing:
         raise ConfigError.about(
             f"attention backend {target}",
@@ -191,8 +198,11 @@ def _auto_reasons(
 ) -> list[str]:
     """Why auto may not choose `name`: reasons, what auto avoids, or that it is not installed."""
     reasons = _reasons(name, config, drafts)
-    if rounds and load_backend(name).capabilities.host_plan:
+    can = load_backend(name).capabilities
+    if rounds and can.host_plan:
         reasons.append("it plans on the host, which would wait for the outputs of every round")
+    if config.chunks and can.chunks is ChunkSupport.WHOLE_PAGES:
+        reasons.append("it takes chunks as virtual requests, which no measurement is of")
     return reasons or absent_package(name)
 
 
