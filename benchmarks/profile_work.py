@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from paceline.core.dtypes import ELEMENT_BYTES, KV_ELEMENT_BYTES
 from paceline.core.model.config import ModelConfig
 from paceline.core.model.lookback import first_visible
+from paceline.kernels.packed_weight import Packing
 from paceline.models.size import weights_bytes
 
 
@@ -22,6 +23,15 @@ class Work:
     kv_len: int  # keys of a request, new ones included
     dtype: str
     kv_dtype: str
+    packing: Packing | None = None  # of linear layers but the head; None: plain numbers
+
+    def weight_bytes(self, role: str, rows: int, columns: int) -> int:
+        """Of a product's weight."""
+        if self.packing is None or role == "head":
+            return rows * columns * ELEMENT_BYTES[self.dtype]
+        packing = self.packing
+        words, groups = packing.num_words(columns), packing.num_groups(columns)
+        return rows * (4 * words + packing.scale_dtype.itemsize * groups)
 
 
 def role_bytes(config: ModelConfig, work: Work) -> dict[str, int]:
@@ -38,7 +48,8 @@ def role_bytes(config: ModelConfig, work: Work) -> dict[str, int]:
     }
     for role, (count, inner, outer) in _products(config).items():
         rows = work.requests if role == "head" else tokens
-        moved[role] = count * e * (inner * outer + rows * (inner + outer))
+        weight = work.weight_bytes(role, outer, inner)
+        moved[role] = count * (weight + e * rows * (inner + outer))
     return moved
 
 
@@ -67,6 +78,9 @@ def step_limit_us(
     table = config.vocab_size * config.hidden_size * ELEMENT_BYTES[work.dtype]
     unread = 0 if config.tie_word_embeddings else table
     moved = weights_bytes(config, work.dtype) - unread + _cache_bytes(config, work)
+    for role, (count, inner, outer) in _products(config).items():
+        plain = inner * outer * ELEMENT_BYTES[work.dtype]
+        moved -= count * (plain - work.weight_bytes(role, outer, inner))
     return least_us(moved, sum(role_flops(config, work).values()), bandwidth, flops)
 
 

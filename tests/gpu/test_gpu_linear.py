@@ -8,10 +8,18 @@ import torch
 from packed_cases import KINDS, random_weight, relative
 
 from paceline.kernels.linear import gated_linear, linear
+from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts_reference
+from paceline.kernels.moe_route import moe_route
+from paceline.kernels.packed_experts import PackedExpertWeights, PackedMatrices, packed_experts
 from paceline.kernels.packed_linear import packed_linear
 from paceline.kernels.packed_weight import FP8, INT4, PackedWeight, Packing, encode, pack_codes
 from paceline.kernels.scaled_linear import fits_scaled, scaled_linear, scaled_linear_reference
 from paceline.kernels.skinny_linear import MAX_TOKENS, arrival_counters, fits_skinny, skinny_linear
+from paceline.kernels.skinny_scaled_linear import (
+    fits_skinny_scaled,
+    skinny_scaled_linear,
+    skinny_scaled_linear_reference,
+)
 from paceline.kernels.unpack_weight import unpack_weight
 
 # Warnings of drivers and compilers are shown and fail nothing.
@@ -144,16 +152,54 @@ def test_every_code_is_read_in_its_place_whatever_its_scale(tokens: int) -> None
         assert torch.equal(ours.cpu(), (x.float() @ numbers.T).bfloat16())
 
 
+@pytest.mark.parametrize("group", [None, 128])
 @pytest.mark.parametrize("columns", [4096, 200])
-def test_products_of_rounded_rows_equal_those_with_what_codes_stand_for(columns: int) -> None:
-    packing = Packing(FP8, None, False, torch.float32, rounds_inputs=True)
+def test_products_of_rounded_rows_equal_those_with_what_codes_stand_for(
+    columns: int, group: int | None
+) -> None:
+    packing = Packing(FP8, group, False, torch.float32, rounds_inputs=True)
     rng = torch.Generator("cuda").manual_seed(columns)
     numbers = torch.randn(1024, columns, generator=rng, device="cuda")
+    numbers *= torch.exp2(3 * torch.rand(1024, 1, generator=rng, device="cuda"))
     weight = encode(numbers, packing)
+    bias = torch.randn(1024, generator=rng, device="cuda").bfloat16()
+    counters = arrival_counters(1024, device=bias.device)
     x = torch.randn(130, columns, generator=rng, device="cuda").bfloat16()
     x[1], x[2] = x[1] * 1e-6, 0.0
     assert fits_scaled(x, weight, packing)
-    ours = scaled_linear(x, weight, None, packing)
-    wanted = scaled_linear_reference(x, weight, None, packing)
-    assert relative(ours, wanted.double()) < 2.3e-3
-    assert relative(ours, x.double() @ numbers.T.double()) < 0.05
+    products = [(x, scaled_linear(x, weight, bias, packing))]
+    for tokens in (5, 8, 16, 33, MAX_TOKENS):
+        few = x[:tokens]
+        assert fits_skinny_scaled(few, packing)
+        how = {"counters": counters}
+        products += [(few, skinny_scaled_linear(few, weight, bias, packing, **how))] * 2
+        assert not counters.any()
+        gated = skinny_scaled_linear(few, weight, bias, packing, activation="silu", **how)
+        wanted = skinny_scaled_linear_reference(few, weight, bias, packing, "silu")
+        assert relative(gated, wanted.double()) < 4 * 2.3e-3
+    for rows, ours in products:
+        wanted = scaled_linear_reference(rows, weight, bias, packing)
+        assert relative(ours, wanted.double()) < 2.3e-3
+        exact = rows.double() @ numbers.T.double() + bias.double()
+        assert relative(ours, exact) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["int4-g128", "int4-g32-zeros", "fp8-row", "fp8-g128", "int8-row"])
+def test_packed_experts_equal_those_with_the_numbers(kind: str) -> None:
+    experts, hidden, inter, slots = 8, 1056, 320, 3
+    made, numbers = [], []
+    for rows, columns in ((2 * inter, hidden), (hidden, inter)):
+        packed, exact = random_weight(experts * rows, columns, KINDS[kind], seed=rows)
+        made.append(PackedMatrices(on_gpu(packed), KINDS[kind], columns))
+        numbers.append(exact.unflatten(0, (experts, rows)).float().cuda())
+    weights = PackedExpertWeights(*made)
+    rng = torch.Generator("cuda").manual_seed(0)
+    for tokens in (1, 7, 100, 700):
+        x = torch.randn(tokens, hidden, generator=rng, device="cuda").bfloat16()
+        logits = torch.randn(tokens, experts, generator=rng, device="cuda")
+        routing = moe_route(logits, slots, renormalize=True)
+        stack = ExpertWeights(numbers[0], None, numbers[1], None)
+        gate = SwiGLU(1.0, None, 0.0)
+        exact = moe_experts_reference(x.float(), routing, stack, gate)
+        ours = packed_experts(x, routing, weights, gate)
+        assert relative(ours, exact.double()) < 2 * 2.3e-3  # of what is between the products, too

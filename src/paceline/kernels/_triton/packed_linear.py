@@ -140,7 +140,7 @@ def _add_products(
 
 
 @triton.jit
-def _meet(
+def meet(
     acc,  # [FEATURES, TOKENS] float32
     partial_ptr,  # [SPLITS, tiles, FEATURES, TOKENS] float32
     counters_ptr,  # [tiles] int32, all 0
@@ -168,7 +168,7 @@ def _meet(
 
 
 @triton.jit
-def _write(
+def write_product(
     acc,  # [features, TOKENS] float32
     up,  # like acc
     bias_ptr,
@@ -293,20 +293,22 @@ def _packed_few_kernel(
         acc = tl.sum(acc, axis=0)
     is_last = True
     if SPLITS > 1:
-        acc, is_last = _meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, FEATURES, TOKENS)
+        acc, is_last = meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, FEATURES, TOKENS)
     if is_last:
         if IS_GATED:
             by_part = tl.reshape(acc, (2, FEATURES // 2, TOKENS))
             gate, up = tl.split(tl.permute(by_part, (1, 2, 0)))
             features = tile * (FEATURES // 2) + tl.arange(0, FEATURES // 2)
-            _write(gate, up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS)
+            write_product(
+                gate, up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS
+            )
         else:
             features = tile * FEATURES + tl.arange(0, FEATURES)
-            _write(acc, acc, bias_ptr, out_ptr, features, tokens, out_features, None, TOKENS)
+            write_product(acc, acc, bias_ptr, out_ptr, features, tokens, out_features, None, TOKENS)
 
 
 @triton.jit
-def _add_chunk(
+def add_chunk(
     acc,  # [ROWS, TOKENS] float32
     row_ptrs,  # [ROWS, WORDS] of a row's first chunk
     xs,  # [TOKENS, GROUP] each, of this chunk
@@ -391,21 +393,23 @@ def _packed_more_kernel(
             inside = (first + tl.arange(0, PART) < columns)[None, :]
             x = tl.load(x_ptrs + first, mask=live_tokens[:, None] & inside, other=0.0)
             xs = xs + (x,)  # noqa: RUF005
-        acc = _add_chunk(
+        acc = add_chunk(
             acc, row_ptrs, xs, scale_ptr, zero_ptr, places, live_rows, groups, chunk, ROWS, KIND,
             GROUP, WORDS, out_ptr.dtype.element_ty, INTERPRETED,
         )  # fmt: skip
         if ACTIVATION is not None:
-            acc_up = _add_chunk(
+            acc_up = add_chunk(
                 acc_up, up_ptrs, xs, scale_ptr, zero_ptr, up_places, live_rows, groups, chunk, ROWS,
                 KIND, GROUP, WORDS, out_ptr.dtype.element_ty, INTERPRETED,
             )  # fmt: skip
     let_next_start(OVERLAPPED)
     is_last = True
     if SPLITS > 1:
-        acc, is_last = _meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, ROWS, TOKENS)
+        acc, is_last = meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, ROWS, TOKENS)
     if is_last:
-        _write(acc, acc_up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS)
+        write_product(
+            acc, acc_up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS
+        )
 
 
 def launch_packed_linear(
