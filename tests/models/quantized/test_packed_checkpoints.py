@@ -199,6 +199,7 @@ def test_an_engine_makes_fp8_and_says_so(plain: Path) -> None:
     usual = explain_model({"model": str(plain)}, gpu="h200")
     assert "weights: fp8, a scale for a row" in show(plan)
     assert "multiply with codes (packed_linear)" in show(plan)
+    assert "  0.2 MiB more while one is packed" in show(plan)  # 10 * 160 * 128 bytes
     assert plan.fit.weights_bytes < usual.fit.weights_bytes
 
 
