@@ -45,7 +45,8 @@ FUSED_LAYER = [
     ("_one_token_kernel", "o"),
     ("_rms_norm_kernel", "norm"),
     ("_one_token_kernel", "gate_up"),
-    ("_one_token_kernel", "down"),
+    ("_round_rows_kernel", "down"),
+    ("_skinny_scaled_kernel", "down"),
 ]
 SEPARATE_QK_NORM_LAYER = [
     ("_rms_norm_kernel", "norm"),

@@ -236,7 +236,8 @@ def launch_packed_experts(
         LIMIT=gate.limit,
         EXPERTS_PER_TOKEN=slots,
         **sizes,
-        **_options(x, gate_up, hidden, tile),
+        **_options(gate_up, hidden, tile),
+        **overlap_options(x.device, _packed_gate_up_kernel),
     )
     launch(
         _packed_down_kernel,
@@ -248,7 +249,8 @@ def launch_packed_experts(
         parts,
         *_widths(down),
         **sizes,
-        **_options(x, down, inter, tile),
+        **_options(down, inter, tile),
+        **overlap_options(x.device, _packed_down_kernel),
     )
     launch_sum(parts, plus, out, slots=slots)
 
@@ -258,7 +260,7 @@ def _widths(words: Words) -> tuple[int, int]:
     return words.packed.words.shape[1], words.packed.scale.shape[1]
 
 
-def _options(x: Tensor, words: Words, columns: int, tile: Tile) -> dict[str, Any]:
+def _options(words: Words, columns: int, tile: Tile) -> dict[str, Any]:
     """Launch arguments of either product.  columns: of its weight."""
     return {
         "KIND": words.kind,
@@ -270,5 +272,4 @@ def _options(x: Tensor, words: Words, columns: int, tile: Tile) -> dict[str, Any
         "INTERPRETED": interpreted(_packed_down_kernel),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-        **overlap_options(x.device, _packed_down_kernel),
     }
