@@ -60,7 +60,9 @@ ROLES = (
     ),
     *("exchange", "copy", "other"),
 )
-BETWEEN = frozenset({"other", "copy", "reduce", "operand", "exchange"})  # say nothing of products beside them
+BETWEEN = frozenset(
+    {"other", "copy", "reduce", "operand", "exchange"}
+)  # say nothing of products beside them
 # A product right after or right before a known kernel; any other follows the one before it.
 FIRST_AFTER: dict[str | None, str] = {
     "attention": "o",
