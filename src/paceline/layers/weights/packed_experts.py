@@ -31,7 +31,7 @@ class PackedStack(NamedTuple):
     down_words: nn.Parameter  # [experts * hidden, num_words]  int32
     down_scale: nn.Parameter  # [experts * hidden, num_groups]  of the packing's scale_dtype
     down_zero: nn.Parameter | None  # [experts * hidden, num_groups]  uint8
-    count: int
+    num_experts: int
     hidden: int
     inter: Span
 
@@ -83,7 +83,7 @@ class PackedExperts(ExpertsFormat[PackedStack]):
             ("zero", weight.gate_up_zero, groups),
         ):
             if held is not None:
-                for name, rows in zip(names, held.unflatten(0, (weight.count, -1)), strict=True):
+                for name, rows in zip(names, held.unflatten(0, (weight.num_experts, -1)), strict=True):
                     named[f"{name.gate}.{field}"] = partly(rows[::2], inter, behind)
                     named[f"{name.up}.{field}"] = partly(rows[1::2], inter, behind)
         for field, held, behind in (
@@ -92,7 +92,7 @@ class PackedExperts(ExpertsFormat[PackedStack]):
             ("zero", weight.down_zero, down_groups),
         ):
             if held is not None:
-                for name, rows in zip(names, held.unflatten(0, (weight.count, -1)), strict=True):
+                for name, rows in zip(names, held.unflatten(0, (weight.num_experts, -1)), strict=True):
                     named[f"{name.down}.{field}"] = partly(rows, hidden, behind)
         return named
 
@@ -123,7 +123,7 @@ class PackedExperts(ExpertsFormat[PackedStack]):
         if fits_packed_experts(x):
             return packed_experts(x, routing, matrices, gate, plus)
         gate_up, down = (
-            unpack_weight(*each, x.dtype).unflatten(0, (weight.count, -1)) for each in matrices
+            unpack_weight(*each, x.dtype).unflatten(0, (weight.num_experts, -1)) for each in matrices
         )
         return moe_experts(x, routing, ExpertWeights(gate_up, None, down, None), gate, plus)
 
