@@ -83,7 +83,7 @@ class PackedExperts(ExpertsFormat[PackedStack]):
             ("zero", weight.gate_up_zero, groups),
         ):
             if held is not None:
-                for name, rows in zip(names, held.unflatten(0, (weight.num_experts, -1)), strict=True):
+                for name, rows in zip(names, held.chunk(weight.num_experts), strict=True):
                     named[f"{name.gate}.{field}"] = partly(rows[::2], inter, behind)
                     named[f"{name.up}.{field}"] = partly(rows[1::2], inter, behind)
         for field, held, behind in (
@@ -92,7 +92,7 @@ class PackedExperts(ExpertsFormat[PackedStack]):
             ("zero", weight.down_zero, down_groups),
         ):
             if held is not None:
-                for name, rows in zip(names, held.unflatten(0, (weight.num_experts, -1)), strict=True):
+                for name, rows in zip(names, held.chunk(weight.num_experts), strict=True):
                     named[f"{name.down}.{field}"] = partly(rows, hidden, behind)
         return named
 
@@ -122,8 +122,9 @@ class PackedExperts(ExpertsFormat[PackedStack]):
         matrices = self._matrices(weight)
         if fits_packed_experts(x):
             return packed_experts(x, routing, matrices, gate, plus)
+        of_experts = (weight.num_experts, -1)
         gate_up, down = (
-            unpack_weight(*each, x.dtype).unflatten(0, (weight.num_experts, -1)) for each in matrices
+            unpack_weight(*each, x.dtype).unflatten(0, of_experts) for each in matrices
         )
         return moe_experts(x, routing, ExpertWeights(gate_up, None, down, None), gate, plus)
 
