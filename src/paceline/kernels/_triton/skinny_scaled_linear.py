@@ -1,8 +1,9 @@
 """Triton kernel of skinny_scaled_linear; see kernels/skinny_scaled_linear.py for the definition.
 
-The product is taken transposed, [rows, tokens] = W x^T.  Before it waits for x, a program asks for
-its first words, so that they are in the second cache once it may begin.  Split sums meet as in
-packed_linear.
+The product is taken transposed, [rows, tokens] = W x^T.  Of fp8 the matrix unit keeps some 14 bits
+of a running sum, and cuts the rest off: each chunk's sum begins at 0, and is added in float32.
+Before it waits for x, a program asks for its first words, so that they are in the second cache once
+it may begin.  Split sums meet as in packed_linear.
 """
 
 import triton
@@ -78,14 +79,14 @@ def _skinny_scaled_kernel(
             scale = tl.load(scale_ptr + row * groups + first + step).to(tl.float32)[:, None]
             acc += tl.dot(weight, x) * (scale * x_scale)
         else:
-            acc = tl.dot(weight, x, acc)
+            acc += tl.dot(weight, x)
         if IS_GATED:
             up = tl.load(up_ptrs + step * _CHUNK, eviction_policy="evict_first")
             if GROUPED:
                 scale = tl.load(scale_ptr + up_row * groups + first + step).to(tl.float32)[:, None]
                 acc_up += tl.dot(up, x) * (scale * x_scale)
             else:
-                acc_up = tl.dot(up, x, acc_up)
+                acc_up += tl.dot(up, x)
     if not GROUPED:
         x_scale = tl.load(x_scale_ptr + live)[None, :]
         acc *= tl.load(scale_ptr + row).to(tl.float32)[:, None] * x_scale
