@@ -118,12 +118,14 @@ def test_packed_products_equal_float64(kind: str, rows: int, columns: int) -> No
     weight, numbers = random_weight(rows, columns, packing)
     weight, numbers = on_gpu(weight), numbers.cuda()
     rng = torch.Generator("cuda").manual_seed(rows)
-    for dtype, error in ((torch.bfloat16, 2.3e-3), (torch.float16, 2.6e-4)):
+    # Rounding a number changes it by 2.1e-4 in float16 on average, at most by 4.9e-4.
+    for dtype, error in ((torch.bfloat16, 2.6e-3), (torch.float16, 3.3e-4)):
         bias = torch.randn(rows, generator=rng, device="cuda").to(dtype)
         unpacked = unpack_weight(weight, packing, columns, dtype)
         assert relative(unpacked, numbers) < error
         for tokens in (1, 2, 3, 8, 17, MAX_TOKENS):
-            x = torch.randn(tokens, columns, generator=rng, device="cuda").to(dtype)
+            # So small that a gate times an up is a float16.
+            x = (torch.randn(tokens, columns, generator=rng, device="cuda") / 16).to(dtype)
             exact = x.double() @ numbers.T + bias.double()
             counters = arrival_counters(rows, device=x.device)
             for _ in range(2):
