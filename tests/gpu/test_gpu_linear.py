@@ -154,12 +154,11 @@ def test_every_code_is_read_in_its_place_whatever_its_scale(tokens: int) -> None
         assert torch.equal(ours.cpu(), (x.float() @ numbers.T).bfloat16())
 
 
-@pytest.mark.parametrize("group", [None, 128])
 @pytest.mark.parametrize("columns", [4096, 200])
 def test_products_of_rounded_rows_equal_those_with_what_codes_stand_for(
-    columns: int, group: int | None
+    columns: int,
 ) -> None:
-    packing = Packing(FP8, group, False, torch.float32, rounds_inputs=True)
+    packing = Packing(FP8, None, False, torch.float32, rounds_inputs=True)
     rng = torch.Generator("cuda").manual_seed(columns)
     numbers = torch.randn(1024, columns, generator=rng, device="cuda")
     numbers *= torch.exp2(3 * torch.rand(1024, 1, generator=rng, device="cuda"))
@@ -170,7 +169,7 @@ def test_products_of_rounded_rows_equal_those_with_what_codes_stand_for(
     x[1], x[2] = x[1] * 1e-6, 0.0
     assert fits_scaled(x, weight, packing)
     products = [(x, scaled_linear(x, weight, bias, packing))]
-    for tokens in (5, 8, 16, 33, MAX_TOKENS):
+    for tokens in (33, 50, MAX_TOKENS):
         few = x[:tokens]
         assert fits_skinny_scaled(few, packing)
         how = {"counters": counters}

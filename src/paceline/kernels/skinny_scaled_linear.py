@@ -20,7 +20,7 @@ from paceline.kernels.scaled_linear import multiplies_codes, scaled_linear_refer
 from paceline.kernels.skinny_linear import column_splits, require_bias, require_counters
 from paceline.kernels.stand_in import device_type
 
-_FEWEST_TOKENS = 5  # fewer: words become numbers in registers, and rows need no kernel before
+_FEWEST_TOKENS = 33  # fewer: words become numbers in registers, and rows need no kernel before
 _ENOUGH_PROGRAMS = 256
 _MOST_SPLITS = 8
 

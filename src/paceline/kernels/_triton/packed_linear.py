@@ -20,14 +20,12 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.packed_codes import chunk_numbers, group_of_word, part_of
-from paceline.kernels._triton.primitives import ask_ahead, biased_activation, dot
+from paceline.kernels._triton.primitives import biased_activation, dot
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
 from paceline.kernels.packed_linear import PackedTile
 from paceline.kernels.packed_weight import CHUNK, PackedWeight
 
 _CHUNK = tl.constexpr(CHUNK)
-_LINE = tl.constexpr(32)  # words
-_MOST_ASKED = 8  # lines of a slice
 
 
 @triton.jit
@@ -217,7 +215,6 @@ def _packed_few_kernel(
     SLICES: tl.constexpr,  # of the columns of a split
     SPLITS: tl.constexpr,
     STEP: tl.constexpr,  # chunks at a time
-    ASKED: tl.constexpr,  # lines of a slice, before x is there
     MASKED: tl.constexpr,  # slices end behind the last column, or tiles behind the last row
     OVERLAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -239,12 +236,6 @@ def _packed_few_kernel(
     row_ptrs += word[None, None, :, :]
     words = _read_words(row_ptrs, words_left, 0, STEP, WORDS, MASKED)
     let_next_start(OVERLAPPED)
-    if OVERLAPPED:
-        # What is read after x is there: by then it is in the second cache.
-        row_end = (rows.to(tl.int64) + 1) * num_words - 1
-        for line in tl.static_range(STEP * WORDS // _LINE, ASKED):
-            place = rows.to(tl.int64) * num_words + first_chunk * WORDS + line * _LINE
-            ask_ahead(weight_ptr + tl.where(live, tl.minimum(place, row_end), 0))
     wait_for_inputs(OVERLAPPED)
 
     row = tl.arange(0, ROWS)
@@ -466,7 +457,6 @@ def launch_packed_linear(
             **common,
             SLICES=tile.slices,
             STEP=tile.step,
-            ASKED=min(_MOST_ASKED, steps * tile.step * words // _LINE.value),
             MASKED=not is_whole or out_features % features != 0,
             **overlap_options(x.device, _packed_few_kernel),
         )

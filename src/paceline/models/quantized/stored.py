@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import WeightsError
-from paceline.kernels.packed_weight import CHUNK, FP8, PackedWeight, Packing, packable
+from paceline.kernels.packed_weight import FP8, PackedWeight, Packing, packable
 from paceline.models.checkpoint import SPELLED, StoredTensors
 from paceline.models.quantized.repacked import pack_coded
 from paceline.models.quantized.scheme import Quantization, Stored, Weight, unread
@@ -87,7 +87,7 @@ class Dequantised:
             weight.group,
             weight.has_zeros,
             DTYPES[weight.scale_dtype],
-            rounds_inputs=weight.rounds_inputs and kind == FP8 and weight.group in (None, CHUNK),
+            rounds_inputs=weight.rounds_inputs and kind == FP8 and weight.group is None,
         )
 
     def packed(self, name: str, packing: Packing, device: torch.device) -> PackedWeight:
