@@ -46,7 +46,7 @@ FUSED_LAYER = [
     ("_rms_norm_kernel", "norm"),
     ("_one_token_kernel", "gate_up"),
     ("_round_rows_kernel", "down"),
-    ("_skinny_scaled_kernel", "down"),
+    ("nvjet_sm90_qqtst_64x64_d", "down"),
 ]
 SEPARATE_QK_NORM_LAYER = [
     ("_rms_norm_kernel", "norm"),

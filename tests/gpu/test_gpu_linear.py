@@ -15,11 +15,6 @@ from paceline.kernels.packed_linear import packed_linear
 from paceline.kernels.packed_weight import FP8, INT4, PackedWeight, Packing, encode, pack_codes
 from paceline.kernels.scaled_linear import fits_scaled, scaled_linear, scaled_linear_reference
 from paceline.kernels.skinny_linear import MAX_TOKENS, arrival_counters, fits_skinny, skinny_linear
-from paceline.kernels.skinny_scaled_linear import (
-    fits_skinny_scaled,
-    skinny_scaled_linear,
-    skinny_scaled_linear_reference,
-)
 from paceline.kernels.unpack_weight import unpack_weight
 
 # Warnings of drivers and compilers are shown and fail nothing.
@@ -118,11 +113,10 @@ def test_packed_products_equal_float64(kind: str, rows: int, columns: int) -> No
     weight, numbers = random_weight(rows, columns, packing)
     weight, numbers = on_gpu(weight), numbers.cuda()
     rng = torch.Generator("cuda").manual_seed(rows)
-    # Rounding a number changes it by 2.1e-4 in float16 on average, at most by 4.9e-4.
-    for dtype, error in ((torch.bfloat16, 2.6e-3), (torch.float16, 3.3e-4)):
+    for dtype in (torch.bfloat16, torch.float16):
         bias = torch.randn(rows, generator=rng, device="cuda").to(dtype)
         unpacked = unpack_weight(weight, packing, columns, dtype)
-        assert relative(unpacked, numbers) < error
+        assert relative(unpacked, numbers) <= once_rounded(numbers, dtype)
         for tokens in (1, 2, 3, 8, 17, MAX_TOKENS):
             # So small that a gate times an up is a float16.
             x = (torch.randn(tokens, columns, generator=rng, device="cuda") / 16).to(dtype)
@@ -130,11 +124,19 @@ def test_packed_products_equal_float64(kind: str, rows: int, columns: int) -> No
             counters = arrival_counters(rows, device=x.device)
             for _ in range(2):
                 ours = packed_linear(x, weight, bias, packing, counters=counters)
-                assert relative(ours, exact) < error
+                assert relative(ours, exact) <= once_rounded(exact, dtype)
                 assert not counters.any()
             gate, up = exact.chunk(2, dim=1)
             gated = packed_linear(x, weight, bias, packing, activation="silu")
-            assert relative(gated, torch.nn.functional.silu(gate) * up) < 4 * error
+            # Gate, up, activation and product are rounded, each by at most half of what follows 1.
+            most = 4 * torch.finfo(dtype).eps / 2
+            assert relative(gated, torch.nn.functional.silu(gate) * up) < most
+
+
+def once_rounded(exact: torch.Tensor, dtype: torch.dtype) -> float:
+    """What rounding these very numbers once does, of many 1.7e-3 in bfloat16 and 2.1e-4 in float16
+    (of each at most 3.9e-3 and 4.9e-4), and a tenth for float32 sums."""
+    return 1.1 * relative(exact.to(dtype), exact)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
@@ -155,34 +157,18 @@ def test_every_code_is_read_in_its_place_whatever_its_scale(tokens: int) -> None
 
 
 @pytest.mark.parametrize("columns", [4096, 200])
-def test_products_of_rounded_rows_equal_those_with_what_codes_stand_for(
-    columns: int,
-) -> None:
+def test_products_of_rounded_rows_equal_those_with_what_codes_stand_for(columns: int) -> None:
     packing = Packing(FP8, None, False, torch.float32, rounds_inputs=True)
     rng = torch.Generator("cuda").manual_seed(columns)
     numbers = torch.randn(1024, columns, generator=rng, device="cuda")
-    numbers *= torch.exp2(3 * torch.rand(1024, 1, generator=rng, device="cuda"))
     weight = encode(numbers, packing)
-    bias = torch.randn(1024, generator=rng, device="cuda").bfloat16()
-    counters = arrival_counters(1024, device=bias.device)
     x = torch.randn(130, columns, generator=rng, device="cuda").bfloat16()
     x[1], x[2] = x[1] * 1e-6, 0.0
     assert fits_scaled(x, weight, packing)
-    products = [(x, scaled_linear(x, weight, bias, packing))]
-    for tokens in (33, 50, MAX_TOKENS):
-        few = x[:tokens]
-        assert fits_skinny_scaled(few, packing)
-        how = {"counters": counters}
-        products += [(few, skinny_scaled_linear(few, weight, bias, packing, **how))] * 2
-        assert not counters.any()
-        gated = skinny_scaled_linear(few, weight, bias, packing, activation="silu", **how)
-        wanted = skinny_scaled_linear_reference(few, weight, bias, packing, "silu")
-        assert relative(gated, wanted.double()) < 4 * 2.3e-3
-    for rows, ours in products:
-        wanted = scaled_linear_reference(rows, weight, bias, packing)
-        assert relative(ours, wanted.double()) < 2.3e-3
-        exact = rows.double() @ numbers.T.double() + bias.double()
-        assert relative(ours, exact) < 0.05
+    ours = scaled_linear(x, weight, None, packing)
+    wanted = scaled_linear_reference(x, weight, None, packing)
+    assert relative(ours, wanted.double()) < 2.3e-3
+    assert relative(ours, x.double() @ numbers.T.double()) < 0.05
 
 
 @pytest.mark.parametrize("kind", ["int4-g128", "int4-g32-zeros", "fp8-row", "fp8-g128", "int8-row"])
@@ -203,4 +189,5 @@ def test_packed_experts_equal_those_with_the_numbers(kind: str) -> None:
         gate = SwiGLU(1.0, None, 0.0)
         exact = moe_experts_reference(x.float(), routing, stack, gate)
         ours = packed_experts(x, routing, weights, gate)
-        assert relative(ours, exact.double()) < 2 * 2.3e-3  # of what is between the products, too
+        # What is gated, each expert's part and their sum are rounded: the root of 3 times 1.7e-3.
+        assert relative(ours, exact.double()) < 4.6e-3

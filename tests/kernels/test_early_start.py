@@ -19,7 +19,6 @@ WRITES = {"store", "atomic_add", "atomic_max", "atomic_cas", "atomic_xchg"}
 # Language and address arithmetic: neither reads nor writes memory.
 HARMLESS = {"arange", "cdiv", "full", "minimum", "maximum", "num_programs", "program_id", "to"}
 HARMLESS |= {"cast", "zeros", "let_next_start", "slots_of", "static_range", "where"}
-HARMLESS |= {"ask_ahead"}  # brings lines nearer; who reads them does so behind the wait
 WEIGHTS = {"weight_ptr", "bias_ptr"}
 # Of kernels that stand behind `state_inputs`, see launch.py: what was written before it.
 SETTLED = {

@@ -100,6 +100,14 @@ def packed_experts(
         )
     for packed, packing, columns in weights:
         require_packed(packed, packing, columns, device=x.device)
+    hidden, inter, rows = x.shape[1], weights.down.columns, weights.gate_up.rows
+    if weights.down.rows % hidden or rows != weights.num_experts * 2 * inter:
+        reject(
+            "weights.down",
+            expected=f"{hidden} rows for each expert, of which gate_up has {2 * inter}",
+            got=weights.down.packed.words,
+            remedy="pass the experts of this layer",
+        )
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     operands = [
         each

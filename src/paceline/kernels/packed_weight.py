@@ -36,12 +36,12 @@ class Packing:
     group: int | None  # columns that share a scale; None: all
     has_zeros: bool  # of integers; without, zero is half of what codes can be
     scale_dtype: torch.dtype
-    rounds_inputs: bool = False  # products of several rows round these to codes, too: of fp8
+    rounds_inputs: bool = False  # products of many rows round these to codes, too: fp8 of rows
 
     def __post_init__(self) -> None:
         assert self.group is None or self.group in _GROUPS, self
         assert self.kind != FP8 or not self.has_zeros, self
-        assert not self.rounds_inputs or (self.kind == FP8 and self.group in (None, CHUNK)), self
+        assert not self.rounds_inputs or (self.kind == FP8 and self.group is None), self
 
     @property
     def bits(self) -> int:

@@ -1,8 +1,8 @@
-"""scaled_linear: x W^T + b in fp8, with scales of rows, or of 128 columns, of either.
+"""scaled_linear: x W^T + b in fp8, with a scale for each row of either.
 
 For many tokens the matrix unit is the limit, which multiplies fp8 twice as fast as bfloat16; and a
-weight need not be unpacked.  Rows of x are rounded to codes as the format says (`round_rows`), and
-the library multiplies codes.
+weight need not be unpacked.  Rows of x are rounded to codes as the format says (dynamic scales of
+tokens), in the order that a packed weight's columns have; the library multiplies codes.
 """
 
 from functools import cache
@@ -10,19 +10,24 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from paceline.kernels._check import reject
+from paceline.kernels._check import reject, require_triton
+from paceline.kernels.custom_op import define_op
 from paceline.kernels.packed_linear import MAX_TOKENS, require_packed
 from paceline.kernels.packed_weight import (
     CHUNK,
     FP8,
     PackedWeight,
     Packing,
+    pack_codes,
     unpack_reference,
 )
-from paceline.kernels.round_rows import CODE, fits_rounded, round_rows, round_rows_reference
 from paceline.kernels.skinny_linear import require_bias
 from paceline.kernels.stand_in import device_type
 
+CODE = torch.float8_e4m3fn
+_MOST = torch.finfo(CODE).max
+_LEAST_SCALE = 1e-12
+_MOST_COLUMNS = 32768  # a row is held in registers
 _UNIT = 16  # of rows of a weight, as the library multiplies them
 _FIRST_CAPABILITY = (9, 0)
 
@@ -31,11 +36,16 @@ def scaled_linear_reference(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, packing: Packing
 ) -> Tensor:
     """The definition, in float32, rounded once.  x: [tokens, columns]; bias: [rows]."""
-    columns = x.shape[1]
-    codes, scale = round_rows_reference(x, packing.group)
-    by_column = scale.repeat_interleave(packing.group or columns, dim=1)[:, :columns]
-    product = (codes.float() * by_column) @ unpack_reference(weight, packing, columns).T
+    codes, scale = round_rows_reference(x)
+    product = (codes.float() * scale) @ unpack_reference(weight, packing, x.shape[1]).T
     return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
+def round_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes [tokens, columns] e4m3, in x's order; scale [tokens, 1] float32)."""
+    wide = x.float()
+    scale = (wide.abs().amax(1, keepdim=True) / _MOST).clamp(min=_LEAST_SCALE)
+    return (wide / scale).clamp(-_MOST, _MOST).to(CODE), scale
 
 
 def fits_scaled(x: Tensor, weight: PackedWeight, packing: Packing) -> bool:
@@ -44,48 +54,86 @@ def fits_scaled(x: Tensor, weight: PackedWeight, packing: Packing) -> bool:
         device_type(x.device) == "cuda"
         and packing.rounds_inputs
         and x.shape[0] > MAX_TOKENS
-        and fits_rounded(x)
+        and x.dtype == torch.bfloat16
+        and x.shape[1] <= _MOST_COLUMNS
+        and x.stride(1) == 1
         and weight.words.shape[0] % _UNIT == 0
-        and multiplies_codes(packing.group)
+        and _multiplies_codes()
     )
 
 
 @cache
-def multiplies_codes(group: int | None) -> bool:
-    """Whether the GPU's matrix unit does; with scales of groups, whether the library's does."""
-    if not torch.cuda.is_available():
-        return False
-    capability = torch.cuda.get_device_capability()
-    return capability >= _FIRST_CAPABILITY if group is None else capability == _FIRST_CAPABILITY
+def _multiplies_codes() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _FIRST_CAPABILITY
 
 
 def scaled_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, packing: Packing) -> Tensor:
     """round(x) W^T + b.
 
-    x: bfloat16 [tokens, columns], contiguous rows; weight: fp8 with a scale for each row, or for
-    128 columns of each, rows a multiple of 16; bias: bfloat16 [rows] or None.  Returns a new
-    [tokens, rows] tensor of x's dtype.  Mutates nothing; recordable.  Raises KernelArgumentError.
+    x: bfloat16 [tokens, columns], contiguous rows; weight: fp8 with a scale for each row, rows a
+    multiple of 16; bias: bfloat16 [rows] or None.  Returns a new [tokens, rows] tensor of x's
+    dtype.  Mutates nothing; recordable.  Raises KernelArgumentError.
     """
-    rows, (tokens, columns) = weight.words.shape[0], x.shape
-    if packing.kind != FP8 or packing.group not in (None, CHUNK) or rows % _UNIT:
+    rows, columns = weight.words.shape[0], x.shape[1]
+    if packing.kind != FP8 or packing.group is not None or rows % _UNIT:
         reject(
             "weight",
-            expected=f"fp8, a scale for a row or {CHUNK} columns, a multiple of {_UNIT} rows",
+            expected=f"fp8, a scale for a row, a multiple of {_UNIT} rows",
             got=weight.words,
             remedy="use kernels.unpack_weight and kernels.linear",
         )
     require_packed(weight, packing, columns, device=x.device)
     require_bias(bias, rows, torch.bfloat16)
-    rounded = round_rows(x, packing.group)
-    # Of groups the library wants a group's scales of all rows beside each other, and no bias.
-    of_groups = packing.group is not None
+    codes, scale = round_rows(x)
     product: Tensor = torch._scaled_mm(
-        rounded.codes,
+        codes,
         weight.words.view(CODE).t(),
-        scale_a=rounded.scale.t() if of_groups else rounded.scale.view(-1, 1),
-        scale_b=weight.scale.float().t().contiguous(),
-        bias=None if of_groups else bias,
+        scale_a=scale,
+        scale_b=weight.scale.float().view(1, rows),
+        bias=bias,
         out_dtype=x.dtype,
     )
-    product = product[:tokens]
-    return product if bias is None or not of_groups else product.add_(bias)
+    return product
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes [tokens, padded columns] e4m3 in the order of a packed weight, scale [tokens, 1]
+    float32).
+
+    x: bfloat16 [tokens, columns], contiguous rows of at most 32768.  Columns behind the last are 0.
+    Mutates nothing.  Graph-safe.  Raises KernelArgumentError.
+    """
+    if x.dim() != 2 or x.dtype != torch.bfloat16 or x.shape[1] > _MOST_COLUMNS or x.stride(1) != 1:
+        reject(
+            "x",
+            expected=f"bfloat16 [tokens, columns], contiguous rows of at most {_MOST_COLUMNS}",
+            got=x,
+            remedy="use kernels.unpack_weight and kernels.linear",
+        )
+    tokens, columns = x.shape
+    padded = -(-columns // CHUNK) * CHUNK
+    codes = torch.empty((tokens, padded), dtype=CODE, device=x.device)
+    scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
+    _ROUND_ROWS(x, codes.view(torch.uint8), scale)
+    return codes, scale
+
+
+def _round_cpu(x: Tensor, codes: Tensor, scale: Tensor) -> None:
+    rounded, scales = round_rows_reference(x)
+    words = pack_codes(rounded.view(torch.uint8), 8)
+    codes.copy_(words.view(torch.uint8))
+    scale.copy_(scales)
+
+
+def _round_cuda(x: Tensor, codes: Tensor, scale: Tensor) -> None:
+    require_triton("scaled_linear", otherwise="use kernels.unpack_weight and kernels.linear")
+    from paceline.kernels._triton.scaled_linear import launch_round_rows
+
+    launch_round_rows(x, codes, scale)
+
+
+_ROUND_ROWS = define_op(
+    "round_rows(Tensor x, Tensor(a!) codes, Tensor(b!) scale) -> ()",
+    cpu=_round_cpu,
+    cuda=_round_cuda,
+)

@@ -14,11 +14,18 @@ from paceline.kernels.packed_experts import (
     packed_experts,
     packed_experts_reference,
 )
+from paceline.kernels.packed_weight import PackedWeight
 
 pytest.importorskip("triton")
 
 EXPERTS, HIDDEN, INTER, SLOTS = 4, 160, 48, 2
 GATE = SwiGLU(1.0, None, 0.0)
+
+
+def before_nan(weight: PackedWeight) -> PackedWeight:
+    """The same, before rows of NaN scales, which no kernel may read."""
+    scale = torch.cat((weight.scale, torch.full_like(weight.scale, torch.nan)))
+    return weight._replace(scale=scale[: len(weight.scale)])
 
 
 def case(
@@ -28,10 +35,11 @@ def case(
     made, numbers = [], []
     for kind, rows, columns in ((gate_up, 2 * INTER, HIDDEN), (down, HIDDEN, INTER)):
         packed, exact = random_weight(EXPERTS * rows, columns, KINDS[kind], seed=rows)
-        made.append(PackedMatrices(packed, KINDS[kind], columns))
+        made.append(PackedMatrices(before_nan(packed), KINDS[kind], columns))
         numbers.append(exact.unflatten(0, (EXPERTS, rows)))
     rng = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, HIDDEN, generator=rng).half()
+    x = torch.full((tokens, HIDDEN + 96), torch.nan).half()[:, :HIDDEN]
+    x.copy_(torch.randn(tokens, HIDDEN, generator=rng))
     ids = torch.rand(tokens, EXPERTS, generator=rng).argsort(1)[:, :SLOTS].int().contiguous()
     weights = torch.rand(tokens, SLOTS, generator=rng)
     return (
@@ -51,8 +59,14 @@ def test_experts_equal_those_with_the_numbers(gate_up: str, down: str, tokens: i
     plus = torch.ones(tokens, HIDDEN).half()
     exact = moe_experts_reference(x.double(), routing, numbers, GATE)
     assert relative(packed_experts_reference(x, routing, weights, GATE), exact) < 1e-3
+    idle = set(range(EXPERTS)) - set(routing.expert_ids.unique().tolist())
+    for each in weights:
+        for expert in idle:  # which no token takes, and no program reads
+            each.packed.scale.chunk(EXPERTS)[expert].fill_(torch.nan)
     ours = packed_experts(x, routing, weights, GATE, plus)
     assert relative(ours, exact + plus.double()) < 1e-3  # of four roundings to float16
+    none = Routing(routing.weights[:0], routing.expert_ids[:0])
+    assert packed_experts(x[:0], none, weights, GATE, plus[:0]).shape == (0, HIDDEN)
 
 
 def test_operands_that_do_not_fit_are_named() -> None:
@@ -62,5 +76,10 @@ def test_operands_that_do_not_fit_are_named() -> None:
         packed_experts(x.float(), routing, weights, GATE)
     with pytest.raises(KernelArgumentError, match=r"weights\.gate_up must be of 128 columns"):
         packed_experts(x[:, :128], routing, weights, GATE)
+    down = weights.down.packed
+    one_less = PackedWeight(*(None if each is None else each[HIDDEN:] for each in down))
+    fewer = weights._replace(down=weights.down._replace(packed=one_less))
+    with pytest.raises(KernelArgumentError, match=r"weights\.down must be 160 rows for each"):
+        packed_experts(x, routing, fewer, GATE)
     with pytest.raises(KernelArgumentError, match=r"routing\.weights must be"):
         packed_experts(x[:2], routing, weights, GATE)

@@ -214,8 +214,8 @@ def launch_packed_experts(
     require_runnable("x of packed_experts", x, _packed_down_kernel, otherwise="use moe_experts")
     if x.shape[0] == 0:
         return
-    hidden, num_pairs = x.shape[1], routing.expert_ids.numel()
-    slots = num_pairs // x.shape[0]
+    hidden, slots = x.shape[1], routing.expert_ids.shape[1]
+    num_pairs = routing.expert_ids.numel()
     num_experts = down.packed.words.shape[0] // hidden
     tile = packed_tile(num_pairs, num_experts)
     aligned = launch_moe_align(routing.expert_ids, num_experts, tile.pairs)

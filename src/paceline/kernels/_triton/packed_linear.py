@@ -140,7 +140,7 @@ def _add_products(
 
 
 @triton.jit
-def meet(
+def _meet(
     acc,  # [FEATURES, TOKENS] float32
     partial_ptr,  # [SPLITS, tiles, FEATURES, TOKENS] float32
     counters_ptr,  # [tiles] int32, all 0
@@ -168,7 +168,7 @@ def meet(
 
 
 @triton.jit
-def write_product(
+def _write(
     acc,  # [features, TOKENS] float32
     up,  # like acc
     bias_ptr,
@@ -293,18 +293,16 @@ def _packed_few_kernel(
         acc = tl.sum(acc, axis=0)
     is_last = True
     if SPLITS > 1:
-        acc, is_last = meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, FEATURES, TOKENS)
+        acc, is_last = _meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, FEATURES, TOKENS)
     if is_last:
         if IS_GATED:
             by_part = tl.reshape(acc, (2, FEATURES // 2, TOKENS))
             gate, up = tl.split(tl.permute(by_part, (1, 2, 0)))
             features = tile * (FEATURES // 2) + tl.arange(0, FEATURES // 2)
-            write_product(
-                gate, up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS
-            )
+            _write(gate, up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS)
         else:
             features = tile * FEATURES + tl.arange(0, FEATURES)
-            write_product(acc, acc, bias_ptr, out_ptr, features, tokens, out_features, None, TOKENS)
+            _write(acc, acc, bias_ptr, out_ptr, features, tokens, out_features, None, TOKENS)
 
 
 @triton.jit
@@ -405,11 +403,9 @@ def _packed_more_kernel(
     let_next_start(OVERLAPPED)
     is_last = True
     if SPLITS > 1:
-        acc, is_last = meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, ROWS, TOKENS)
+        acc, is_last = _meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, ROWS, TOKENS)
     if is_last:
-        write_product(
-            acc, acc_up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS
-        )
+        _write(acc, acc_up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS)
 
 
 def launch_packed_linear(

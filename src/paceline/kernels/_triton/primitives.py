@@ -203,18 +203,3 @@ def apply_sinks(
     sink = tl.load(sinks_ptr + head, mask=live, other=0.0) * 1.4426950408889634
     share = 1.0 / (1.0 + tl.exp2(sink - lse))
     return out * tl.where(lse == float("-inf"), 0.0, share)[:, None]
-
-
-@triton.jit
-def ask_ahead(
-    ptrs,  # of any shape, to lines of 128 bytes
-):
-    """Ask for lines of memory into the second cache, and wait for none."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [ptrs.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -14,7 +14,6 @@ from paceline.kernels.packed_linear import fits_packed, packed_linear
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, encode
 from paceline.kernels.scaled_linear import fits_scaled, scaled_linear
 from paceline.kernels.skinny_linear import arrival_counters
-from paceline.kernels.skinny_scaled_linear import fits_skinny_scaled, skinny_scaled_linear
 from paceline.kernels.unpack_weight import unpack_weight
 from paceline.layers.weights.parameter import Placement, empty_parameter
 from paceline.layers.weights.weight_format import LinearFormat, Named, by_part, without_bias
@@ -90,22 +89,17 @@ class PackedLinear(LinearFormat[PackedMatrix]):
         return weight.words, weight.scale
 
     def apply(self, x: Tensor, weight: PackedMatrix) -> Tensor:
-        few = self._few_rows(x, weight, None)
-        return self._many_rows(x, weight) if few is None else few
+        if fits_packed(x):
+            return self._packed(x, weight, None)
+        return self._many_rows(x, weight)
 
     def apply_gated(self, x: Tensor, weight: PackedMatrix, activation: str) -> Tensor:
-        few = self._few_rows(x, weight, activation)
-        return act_and_mul(self._many_rows(x, weight), activation) if few is None else few
+        if fits_packed(x):
+            return self._packed(x, weight, activation)
+        return act_and_mul(self._many_rows(x, weight), activation)
 
-    def _few_rows(self, x: Tensor, weight: PackedMatrix, activation: str | None) -> Tensor | None:
-        """None: they are many, or there is no kernel for few here."""
-        if fits_skinny_scaled(x, self.packing):
-            product = skinny_scaled_linear
-        elif fits_packed(x):
-            product = packed_linear
-        else:
-            return None
-        return product(
+    def _packed(self, x: Tensor, weight: PackedMatrix, activation: str | None) -> Tensor:
+        return packed_linear(
             x,
             weight.packed,
             weight.bias,
