@@ -22,12 +22,6 @@ EXPERTS, HIDDEN, INTER, SLOTS = 4, 160, 48, 2
 GATE = SwiGLU(1.0, None, 0.0)
 
 
-def before_nan(weight: PackedWeight) -> PackedWeight:
-    """The same, before rows of NaN scales, which no kernel may read."""
-    scale = torch.cat((weight.scale, torch.full_like(weight.scale, torch.nan)))
-    return weight._replace(scale=scale[: len(weight.scale)])
-
-
 def case(
     gate_up: str, down: str, tokens: int
 ) -> tuple[torch.Tensor, Routing, PackedExpertWeights, ExpertWeights]:
@@ -35,10 +29,10 @@ def case(
     made, numbers = [], []
     for kind, rows, columns in ((gate_up, 2 * INTER, HIDDEN), (down, HIDDEN, INTER)):
         packed, exact = random_weight(EXPERTS * rows, columns, KINDS[kind], seed=rows)
-        made.append(PackedMatrices(before_nan(packed), KINDS[kind], columns))
+        made.append(PackedMatrices(packed, KINDS[kind], columns))
         numbers.append(exact.unflatten(0, (EXPERTS, rows)))
     rng = torch.Generator().manual_seed(tokens)
-    x = torch.full((tokens, HIDDEN + 96), torch.nan).half()[:, :HIDDEN]
+    x = torch.full((tokens, HIDDEN + 96), torch.nan).half()[:, :HIDDEN]  # NaN behind the last
     x.copy_(torch.randn(tokens, HIDDEN, generator=rng))
     ids = torch.rand(tokens, EXPERTS, generator=rng).argsort(1)[:, :SLOTS].int().contiguous()
     weights = torch.rand(tokens, SLOTS, generator=rng)
