@@ -24,6 +24,7 @@ from paceline.core.errors import IntegrityError
 from paceline.core.options.engine_options import known
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
+from paceline.models.quantized.kept import MADE
 from paceline.plan.machine import versions
 from profile_table import Kernel, idle, own_times, role_rows, show, split_steps
 from profile_work import Work, step_limit_us
@@ -44,6 +45,7 @@ def main() -> None:
         max_num_batched_tokens=args.batch_size * args.input_len if is_prefill else None,
         enable_prefix_cache=False,
         kv_cache_dtype=args.kv_cache_dtype,
+        quantization=args.quantization,
     )
     require_steady(llm, args)
     if is_prefill:
@@ -66,6 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--kv-cache-dtype", default=None)
+    parser.add_argument("--quantization", default=None, choices=MADE, help="of dummy weights")
     parser.add_argument("--batch-size", type=int, default=None, help="64, or 1 for prefill")
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--html", type=Path, default=None, help="draw the result on this page")
@@ -142,6 +145,7 @@ def report(
         kv_len=kv_len,
         dtype=known(options.dtype),
         kv_dtype=known(options.kv_cache_dtype),
+        packing=None if args.quantization is None else MADE[args.quantization],
     )
     roles = role_rows(steps, config, work, **peaks)
     rows, idles = kernel_rows(steps), idle(steps)
@@ -163,6 +167,7 @@ def report(
         "matmul_flops": facts.matmul_flops,
         "versions": versions(),
         "model": args.model,
+        "quantization": args.quantization,
         "batch_size": args.batch_size,
         "input_len": args.input_len,
         "kv_len": kv_len,

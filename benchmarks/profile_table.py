@@ -44,7 +44,8 @@ NAMES = (
     ("rope", r"rope|write_kv|rotary"),
     ("act", r"act_and_mul|silu|gelu"),
     ("product", r"nvjet|gemm|gemv|cutlass|cublas|_one_token_kernel|_few_tokens_kernel|linear"),
-    ("product", r"_packed_(few|more)_kernel|_unpack_weight|_round_rows"),
+    ("product", r"_packed_(few|more)_kernel"),
+    ("operand", r"_unpack_weight|_round_rows"),
     ("copy", r"Memcpy|Memset|memcpy"),
 )
 ROLES = (
@@ -63,7 +64,9 @@ ROLES = (
     ),
     *("exchange", "copy", "other"),
 )
-BETWEEN = frozenset({"other", "copy", "reduce", "exchange"})  # say nothing of products beside them
+BETWEEN = frozenset(
+    {"other", "copy", "reduce", "operand", "exchange"}
+)  # say nothing of products beside them
 # A product right after or right before a known kernel; any other follows the one before it.
 FIRST_AFTER: dict[str | None, str] = {
     "attention": "o",
@@ -145,6 +148,12 @@ def roles_of(names: Sequence[str]) -> list[str]:
         if kind == "product":
             held = roles[index]
         elif kind == "reduce":
+            roles[index] = held
+    held = "other"
+    for index in reversed(range(len(kinds))):
+        if kinds[index] == "product":
+            held = roles[index]
+        elif kinds[index] == "operand":  # what it makes is what the next product multiplies
             roles[index] = held
     return roles
 

@@ -12,6 +12,7 @@ from paceline.attention.linear.shape import GDN, LinearShape
 from paceline.core.dtypes import ELEMENT_BYTES, KV_ELEMENT_BYTES
 from paceline.core.model.config import NO_HEADS, Heads, ModelConfig
 from paceline.core.model.lookback import first_visible
+from paceline.kernels.packed_weight import Packing
 from paceline.models.size import weights_bytes
 
 
@@ -25,6 +26,15 @@ class Work:
     kv_len: int  # keys of a request, new ones included
     dtype: str
     kv_dtype: str
+    packing: Packing | None = None  # of linear layers but the head; None: plain numbers
+
+    def weight_bytes(self, role: str, rows: int, columns: int) -> int:
+        """Of a product's weight."""
+        if self.packing is None or role == "head":
+            return rows * columns * ELEMENT_BYTES[self.dtype]
+        packing = self.packing
+        words, groups = packing.num_words(columns), packing.num_groups(columns)
+        return rows * (4 * words + packing.scale_dtype.itemsize * groups)
 
 
 def role_bytes(config: ModelConfig, work: Work) -> dict[str, int]:
@@ -43,7 +53,8 @@ def role_bytes(config: ModelConfig, work: Work) -> dict[str, int]:
     for role, products in _products(config).items():
         rows = work.requests if role == "head" else tokens
         moved[role] = sum(
-            count * e * (inner * outer + rows * (inner + outer)) for count, inner, outer in products
+            count * (work.weight_bytes(role, outer, inner) + e * rows * (inner + outer))
+            for count, inner, outer in products
         )
     return moved
 
@@ -77,6 +88,10 @@ def step_limit_us(
     unread = 0 if config.tie_word_embeddings else table
     moved = weights_bytes(config, work.dtype) - unread + _cache_bytes(config, work)
     moved += _state_bytes(config, work)
+    for role, products in _products(config).items():
+        for count, inner, outer in products:
+            plain = inner * outer * ELEMENT_BYTES[work.dtype]
+            moved -= count * (plain - work.weight_bytes(role, outer, inner))
     return least_us(moved, sum(role_flops(config, work).values()), bandwidth, flops)
 
 

@@ -45,7 +45,8 @@ FUSED_LAYER = [
     ("_one_token_kernel", "o"),
     ("_rms_norm_kernel", "norm"),
     ("_few_tokens_kernel", "gate_up"),
-    ("_few_tokens_kernel", "down"),
+    ("_round_rows_kernel", "down"),
+    ("nvjet_sm90_qqtst_64x64_d", "down"),
 ]
 LAYER_OF_A_RANK = [
     *FUSED_LAYER[1:5],

@@ -182,6 +182,30 @@ def _check(x: Tensor, routing: Routing, weights: ExpertWeights, plus: Tensor | N
             got=x,
             remedy="pass the normed hidden states",
         )
+    require_routed(x, routing, plus)
+    experts, columns, inter = weights.down.shape
+    wanted = {
+        "gate_up": (experts, 2 * inter, x.shape[1]),
+        "gate_up_bias": (experts, 2 * inter),
+        "down": (experts, x.shape[1], inter),
+        "down_bias": (experts, columns),
+    }
+    for name, tensor in weights._asdict().items():
+        if tensor is None:
+            continue
+        fits = tensor.shape == wanted[name] and tensor.dtype == x.dtype
+        is_readable = device_type(x.device) == "cpu" or tensor.is_contiguous()
+        if not fits or tensor.device != x.device or not is_readable:
+            reject(
+                f"weights.{name}",
+                expected=f"{x.dtype} {list(wanted[name])} on {x.device}, contiguous",
+                got=tensor,
+                remedy="load the experts in the model's dtype",
+            )
+
+
+def require_routed(x: Tensor, routing: Routing, plus: Tensor | None) -> None:
+    """Raise KernelArgumentError for a routing, or a `plus`, that is none of x."""
     for name, tensor, dtype in (
         ("routing.weights", routing.weights, torch.float32),
         ("routing.expert_ids", routing.expert_ids, torch.int32),
@@ -202,22 +226,3 @@ def _check(x: Tensor, routing: Routing, weights: ExpertWeights, plus: Tensor | N
             got=plus,
             remedy="pass what the shared expert returned",
         )
-    experts, columns, inter = weights.down.shape
-    wanted = {
-        "gate_up": (experts, 2 * inter, x.shape[1]),
-        "gate_up_bias": (experts, 2 * inter),
-        "down": (experts, x.shape[1], inter),
-        "down_bias": (experts, columns),
-    }
-    for name, tensor in weights._asdict().items():
-        if tensor is None:
-            continue
-        fits = tensor.shape == wanted[name] and tensor.dtype == x.dtype
-        is_readable = device_type(x.device) == "cpu" or tensor.is_contiguous()
-        if not fits or tensor.device != x.device or not is_readable:
-            reject(
-                f"weights.{name}",
-                expected=f"{x.dtype} {list(wanted[name])} on {x.device}, contiguous",
-                got=tensor,
-                remedy="load the experts in the model's dtype",
-            )

@@ -22,7 +22,8 @@ MAX_TOKENS = 64
 _CHOICE = (
     f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear), larger ones "
     "with numbers made of them (unpack_weight), as a CPU always does, or, of fp8 with a scale for "
-    "each row and codes for activations, with rows rounded to fp8 (scaled_linear)"
+    "each row and codes for activations, with rows rounded to fp8 (scaled_linear); experts "
+    "multiply with codes at any number of tokens (packed_experts)"
 )
 _UNPACKED = (
     "every step multiplies with numbers made of codes (unpack_weight): packed_linear has none for "

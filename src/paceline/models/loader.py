@@ -94,6 +94,8 @@ def load_model(
     with ExitStack() as files:
         stored = files.enter_context(open_numbers(source))
         model = build()
+        if file.names_experts and not isinstance(stored, Dequantised):
+            stored = UnstackedExperts(stored)
         checkpoint = _repacked(stored, model, file, packings, device=device, name=source.name)
         if source.dense:
             modules = {
@@ -101,7 +103,7 @@ def load_model(
                 for path in source.dense
             }
             checkpoint = WithModules(checkpoint, modules)
-        if file.names_experts:
+        if file.names_experts and isinstance(stored, Dequantised):  # what is plain may be stacked
             checkpoint = UnstackedExperts(checkpoint)
         rows = config.stored_vocab_size
         if rows is not None:

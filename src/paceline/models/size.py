@@ -20,6 +20,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.packed_layers import PLAIN, Packings, build_model, packed_modules
 
 META = torch.device("meta")
+_PACKING_BYTES = 10  # of a code: it, its number in float32, and what turns one into the other
 
 
 def empty_model(
@@ -87,6 +88,18 @@ def bytes_by_format(model: CausalLM) -> dict[str, int]:
         size = sum(each.nbytes for each in held.weight if isinstance(each, nn.Parameter))
         found[kind] = found.get(kind, 0) + size
     return found | {"other": weight_bytes(model) - sum(found.values())}
+
+
+def packing_bytes(model: CausalLM, packings: Packings) -> int:
+    """The most that a weight takes beside those that are there, while it is packed: ten bytes for
+    each of its codes (`models.quantized.repacked`)."""
+    most = 0
+    for name, target in model.destinations().items():
+        module, _, last = name.rpartition(".")
+        packing = packings.of(module)
+        if last == "words" and packing is not None:
+            most = max(most, target.shape[0] * target.shape[1] * 32 // packing.bits)
+    return _PACKING_BYTES * most
 
 
 @cache

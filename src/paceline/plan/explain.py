@@ -19,7 +19,13 @@ from paceline.kernels.packed_linear import how_multiplied
 from paceline.models.locate import ModelSource
 from paceline.models.packed_layers import Packings
 from paceline.models.quantized.scheme import Quantization
-from paceline.models.size import as_built, bytes_by_format, empty_exchange, empty_model
+from paceline.models.size import (
+    as_built,
+    bytes_by_format,
+    empty_exchange,
+    empty_model,
+    packing_bytes,
+)
 from paceline.plan.attention_choice import (
     PhaseChoice,
     mixer_choices,
@@ -86,6 +92,7 @@ class Explanation:
     quantization: Quantization | None
     packings: Packings
     weights_by_format: Mapping[str, str]  # sizes, where some are packed
+    packed_at_once: str | None  # size of what packing takes as weights are read; None: nothing
     device: DeviceFacts
     speculation: Speculation | None
     resolution: Resolution
@@ -158,6 +165,7 @@ def _weights(plan: Explanation) -> list[str]:
     return [
         f"weights: {method}{plan.packings}",
         *(f"  {size} of {kind}" for kind, size in plan.weights_by_format.items()),
+        *([f"  {plan.packed_at_once} more while one is packed"] if plan.packed_at_once else []),
         f"  {how_multiplied(known(plan.resolution.options.dtype))}",
     ]
 
@@ -179,12 +187,14 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
     resolution, fit = resolve(asked, demands)
     load_processors(resolution.options.logits_processors)
     dtype: torch.dtype = getattr(torch, known(resolution.options.dtype))
+    by_format, at_once = _packed_sizes(demands, resolution.options)
     return Explanation(
         model=target.source.name,
         config=config,
         quantization=target.quantization,
         packings=as_built(target.packings, config, parallel),
-        weights_by_format=_by_format(demands, resolution.options),
+        weights_by_format=by_format,
+        packed_at_once=at_once,
         device=device,
         speculation=speculation,
         resolution=resolution,
@@ -199,10 +209,11 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
     )
 
 
-def _by_format(demands: Demands, options: EngineOptions) -> dict[str, str]:
-    """What weights, or a rank's part, take, by format; nothing where all are plain numbers."""
+def _packed_sizes(demands: Demands, options: EngineOptions) -> tuple[dict[str, str], str | None]:
+    """(what weights, or a rank's part, take, by format; what packing them takes meanwhile); nothing
+    where all are plain numbers."""
     if not demands.packings:
-        return {}
+        return {}, None
     dtype: torch.dtype = getattr(torch, known(options.dtype))
     model = empty_model(
         demands.config,
@@ -212,7 +223,9 @@ def _by_format(demands: Demands, options: EngineOptions) -> dict[str, str]:
         exchange=empty_exchange(demands.parallel, 0, dtype=dtype),
         packings=demands.packings,
     )
-    return {kind: gib(size) for kind, size in bytes_by_format(model).items()}
+    at_once = packing_bytes(model, demands.packings) if options.load_format != "dummy" else 0
+    by_format = {kind: gib(size) for kind, size in bytes_by_format(model).items()}
+    return by_format, gib(at_once) if at_once else None
 
 
 def nearest_if_short(

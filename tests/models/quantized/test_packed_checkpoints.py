@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_ranks
 import tiny_checkpoints
 import torch
 import transformers
 from fake_context import FakeContext
 from safetensors.torch import load_file, save_file
+from test_ranks import require_equal, together
 from torch import Tensor
 
 from paceline.core.errors import ConfigError, WeightsError
@@ -21,6 +23,7 @@ from paceline.core.request.sampling_params import SamplingParams
 from paceline.kernels.all_reduce import open_exchange
 from paceline.kernels.packed_weight import FP8, INT4, Packing
 from paceline.layers.weights.packed import PackedLinear
+from paceline.layers.weights.packed_experts import PackedExperts
 from paceline.layers.weights.weight_format import held_by
 from paceline.llm.llm import LLM
 from paceline.models.causal_lm import CausalLM
@@ -96,7 +99,7 @@ def test_codes_that_stay_give_the_logits_of_their_numbers(
     ours, numbers = load(folder, kept), load(folder, PLAIN)
     assert num_packed(ours) == 4 * 2  # qkv, out, gate and up, down; the head is plain
     rounds = any(packing.rounds_inputs for packing in kept.by_module.values())
-    # Activations of "fp8-rows" are plain; a block of "fp8-block" holds all columns of some layers.
+    # Activations of "fp8-rows" are plain; a block of "fp8-block" may hold all columns.
     assert rounds == (format_ in ("fp8", "fp8-block", "modelopt-fp8"))
     wanted = logits(numbers, folder)
     assert (logits(ours, folder) - wanted).abs().max() < 1e-5 * wanted.abs().max()
@@ -207,6 +210,7 @@ def test_an_engine_makes_fp8_and_says_so(plain: Path) -> None:
     usual = explain_model({"model": str(plain)}, gpu="h200")
     assert "weights: fp8, a scale for a row" in show(plan)
     assert "multiply with codes (packed_linear)" in show(plan)
+    assert "  0.2 MiB more while one is packed" in show(plan)  # 10 * 160 * 128 bytes
     assert plan.fit.weights_bytes < usual.fit.weights_bytes
 
 
@@ -254,7 +258,7 @@ def test_rates_and_decays_are_not_rounded() -> None:
     assert made.of("model.layers.0.linear_attn.out_proj") == MADE["fp8"]
 
 
-def test_experts_and_latents_become_numbers_and_are_counted_so(tmp_path: Path) -> None:
+def test_experts_stay_codes_and_latents_become_numbers(tmp_path: Path) -> None:
     plain, folder = tmp_path / "plain", tmp_path / "quantised"
     columns = {"intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32}
     save(plain, "deepseek_v3-halves", **columns, v_head_dim=32)
@@ -265,13 +269,55 @@ def test_experts_and_latents_become_numbers_and_are_counted_so(tmp_path: Path) -
     kept = packings(folder)
     assert not any(name.startswith("model.layers.2.") for name in kept.by_module)
     built = built_of(folder, kept)
-    assert set(built.by_module) == packed_modules(load(folder, kept))
+    ours, numbers = load(folder, kept), load(folder, PLAIN)
+    assert set(built.by_module) == packed_modules(ours)
+    assert any(".experts." in name for name in built.by_module)
+    wanted = logits(numbers, folder)
+    assert (logits(ours, folder) - wanted).abs().max() < 1e-5 * wanted.abs().max()
     lost = set(kept.by_module) - set(built.by_module)
-    assert {name.rpartition(".")[2] for name in lost if ".experts." not in name} == {"kv_b_proj"}
-    assert any(".experts." in name for name in lost)
+    assert {name.rpartition(".")[2] for name in lost} == {"kv_b_proj"}
     assert built.num_unread == len(lost)
     plan = explain_model({"model": str(folder)}, gpu="h200")
     assert f"; {len(lost)} become plain numbers" in show(plan)
+    one = min(name for name in kept.by_module if ".experts.1.down" in name)
+    some = {name: each for name, each in kept.by_module.items() if name != one}
+    assert num_experts(load(folder, Packings(some))) == num_experts(ours) - 1
+
+
+def num_experts(model: CausalLM) -> int:
+    return sum(isinstance(held.format, PackedExperts) for held in held_by(model).values())
+
+
+def test_experts_of_a_stack_become_fp8_and_ranks_hold_their_part(tmp_path: Path) -> None:
+    """Of a plain checkpoint with all experts in one tensor, and of one of codes."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 256, "intermediate_size": 64}
+    plain, folder = tmp_path / "plain", tmp_path / "quantised"
+    save(
+        plain,
+        "qwen3_moe-normalised-dense-layer",
+        **sizes,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    each = load(plain, Packings(made=MADE["fp8"]))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(plain)
+    theirs.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    assert len(load_file(tmp_path / "stacked" / "model.safetensors")) < len(each.destinations())
+    made = load(tmp_path / "stacked", Packings(made=MADE["fp8"]))
+    assert num_experts(made) > 0
+    assert all(map(torch.equal, made.parameters(), each.parameters()))
+    quantise(plain, "w4a16-asym", folder)
+    kept = packings(folder)
+    alone, config = load(folder, kept), parse_config(locate(str(folder)).config)
+    capacity = test_ranks.TOKENS * max(config.hidden_size, config.vocab_size)
+    where = {"device": torch.device("cpu"), "dtype": torch.float32}
+    ranks = [
+        load(folder, kept, parallel=Parallel(rank, 2), exchange=way)
+        for rank, way in enumerate(open_exchange(2, capacity, **where))
+    ]
+    assert num_experts(ranks[1]) == num_experts(alone) > 0
+    require_equal(together(ranks, config), test_ranks.logits(alone, config))
 
 
 def test_ranks_that_cut_words_count_what_becomes_numbers(tmp_path: Path) -> None:

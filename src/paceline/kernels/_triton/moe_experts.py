@@ -255,18 +255,25 @@ def launch_moe_experts(
     parts = torch.empty(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
     _launch_gate_up(x, weights, aligned, gate=gate, tiles=tiles, out=gated)
     _launch_down(gated, routing, weights, aligned=aligned, tiles=tiles, out=parts)
-    block = min(1024, next_power_of_2(x.shape[1]))
+    launch_sum(parts, plus, out, slots=routing.expert_ids.shape[1])
+
+
+def launch_sum(parts: Tensor, plus: Tensor | None, out: Tensor, *, slots: int) -> None:
+    """out [tokens, hidden]: what each token's `slots` experts returned, summed, plus `plus`.
+    parts: [tokens * slots, hidden]."""
+    tokens, hidden = out.shape
+    block = min(1024, next_power_of_2(hidden))
     launch(
         _sum_kernel,
-        (x.shape[0], cdiv(x.shape[1], block)),
+        (tokens, cdiv(hidden, block)),
         parts,
         plus,
         out,
-        EXPERTS_PER_TOKEN=routing.expert_ids.shape[1],
-        HIDDEN=x.shape[1],
+        EXPERTS_PER_TOKEN=slots,
+        HIDDEN=hidden,
         BLOCK=block,
         num_warps=4,
-        **overlap_options(x.device, _sum_kernel),
+        **overlap_options(out.device, _sum_kernel),
     )
 
 

@@ -306,7 +306,7 @@ def _packed_few_kernel(
 
 
 @triton.jit
-def _add_chunk(
+def add_chunk(
     acc,  # [ROWS, TOKENS] float32
     row_ptrs,  # [ROWS, WORDS] of a row's first chunk
     xs,  # [TOKENS, GROUP] each, of this chunk
@@ -391,12 +391,12 @@ def _packed_more_kernel(
             inside = (first + tl.arange(0, PART) < columns)[None, :]
             x = tl.load(x_ptrs + first, mask=live_tokens[:, None] & inside, other=0.0)
             xs = xs + (x,)  # noqa: RUF005
-        acc = _add_chunk(
+        acc = add_chunk(
             acc, row_ptrs, xs, scale_ptr, zero_ptr, places, live_rows, groups, chunk, ROWS, KIND,
             GROUP, WORDS, out_ptr.dtype.element_ty, INTERPRETED,
         )  # fmt: skip
         if ACTIVATION is not None:
-            acc_up = _add_chunk(
+            acc_up = add_chunk(
                 acc_up, up_ptrs, xs, scale_ptr, zero_ptr, up_places, live_rows, groups, chunk, ROWS,
                 KIND, GROUP, WORDS, out_ptr.dtype.element_ty, INTERPRETED,
             )  # fmt: skip

@@ -48,29 +48,15 @@ class PackedLinear(LinearFormat[PackedMatrix]):
 
     def takes(self, columns: Span) -> bool:
         """Whether a rank's columns begin and end where words and groups do."""
-        group = self.packing.group
-        if columns.size == columns.total:
-            return True
-        cuts = (columns.first, columns.size)
-        return not any(cut % CHUNK or (group is not None and cut % group) for cut in cuts)
+        return takes_columns(self.packing, columns)
 
     def allocate(
         self, parts: Sequence[Span], columns: Span, *, bias: bool, placement: Placement
     ) -> PackedMatrix:
-        rows, packing = sum(part.size for part in parts), self.packing
-        groups = packing.num_groups(columns.size)
+        rows = sum(part.size for part in parts)
         adds = bias and columns.first == 0
-
-        def empty(count: int, dtype: torch.dtype) -> nn.Parameter:
-            data = torch.empty(rows, count, dtype=dtype, device=placement.device)
-            return nn.Parameter(data, requires_grad=False)
-
-        scale = empty(groups, packing.scale_dtype)
-        scale.fill_(torch.nan)  # which shows what nobody writes
         return PackedMatrix(
-            words=empty(packing.num_words(columns.size), torch.int32),
-            scale=scale,
-            zero=empty(groups, torch.uint8) if packing.has_zeros else None,
+            *empty_packed(rows, columns.size, self.packing, placement.device),
             bias=empty_parameter(rows, placement=placement) if adds else None,
             counters=arrival_counters(rows, device=placement.device),
             parts=tuple(parts),
@@ -79,11 +65,7 @@ class PackedLinear(LinearFormat[PackedMatrix]):
         )
 
     def fill(self, weight: PackedMatrix, names: Sequence[str]) -> Named:
-        columns, packing = weight.columns, self.packing
-        words = _counted(columns, packing.num_words, CHUNK)
-        groups = Span(0, 1, 1)
-        if packing.group is not None:
-            groups = _counted(columns, packing.num_groups, packing.group)
+        words, groups = column_spans(self.packing, weight.columns)
         named = by_part(names, "words", weight.words, weight.parts, (words,))
         named |= by_part(names, "scale", weight.scale, weight.parts, (groups,))
         if weight.zero is not None:
@@ -131,6 +113,39 @@ class PackedLinear(LinearFormat[PackedMatrix]):
             return scaled_linear(x, weight.packed, weight.bias, self.packing)
         numbers = unpack_weight(weight.packed, self.packing, x.shape[1], x.dtype)
         return linear(x, numbers, weight.bias)
+
+
+def empty_packed(
+    rows: int, columns: int, packing: Packing, device: torch.device
+) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]:
+    """Uninitialised parameters of a `PackedWeight`; scales are NaN, which shows what nobody
+    writes."""
+
+    def empty(count: int, dtype: torch.dtype) -> nn.Parameter:
+        data = torch.empty(rows, count, dtype=dtype, device=device)
+        return nn.Parameter(data, requires_grad=False)
+
+    groups = packing.num_groups(columns)
+    scale = empty(groups, packing.scale_dtype)
+    scale.fill_(torch.nan)
+    zero = empty(groups, torch.uint8) if packing.has_zeros else None
+    return empty(packing.num_words(columns), torch.int32), scale, zero
+
+
+def takes_columns(packing: Packing, columns: Span) -> bool:
+    """Whether a rank's columns begin and end where words and groups do."""
+    if columns.size == columns.total:
+        return True
+    group = packing.group or 1
+    return not any(cut % CHUNK or cut % group for cut in (columns.first, columns.size))
+
+
+def column_spans(packing: Packing, columns: Span) -> tuple[Span, Span]:
+    """A rank's columns, counted in words and in groups."""
+    words = _counted(columns, packing.num_words, CHUNK)
+    if packing.group is None:
+        return words, Span(0, 1, 1)
+    return words, _counted(columns, packing.num_groups, packing.group)
 
 
 def _counted(columns: Span, count: Callable[[int], int], unit: int) -> Span:

@@ -44,7 +44,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
             f"config.json: {KEY}.quant_method",
             expected=f"one of {', '.join(METHODS)}",
             got=repr(method),
-            remedy="use a checkpoint of one of these methods, or an unquantised one",
+            remedy="use a checkpoint of one of these methods (llm-compressor writes "
+            "compressed-tensors), or an unquantised one",
         )
     return METHODS[method](Fields(fields, f"config.json: {KEY}"))
 
