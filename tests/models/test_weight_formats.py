@@ -12,11 +12,12 @@ import torch
 from fake_context import FakeContext
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.core.errors import WeightsError
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel, Span
-from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.dense import DENSE, DenseMatrix
 from paceline.layers.weights.parameter import Placement, empty_scale
 from paceline.layers.weights.weight_format import (
     LinearFormat,
@@ -153,6 +154,22 @@ def logits(model: CausalLM, config: ModelConfig) -> Tensor:
     tokens = torch.arange(4, 24)
     hidden = model(tokens, torch.arange(20), FakeContext(config, model.attention_sinks())).hidden
     return model.logits(hidden)
+
+
+class Moved(type(DENSE.linear)):
+    """Puts each weight into other memory when it is filled."""
+
+    def finish(self, weight: DenseMatrix) -> None:
+        before = StorageWeakRef(weight.weight.untyped_storage())
+        weight.weight.data = weight.weight.clone()
+        assert before.expired(), "who filled it keeps a second copy"
+
+
+def test_what_finish_replaces_is_given_back_at_once(stored: Stored) -> None:
+    tensors, wanted = stored.tensors(), build(stored.config)
+    load(tensors, wanted, stored.folder)
+    moved = load(tensors, build(stored.config, DENSE._replace(linear=Moved())), stored.folder)
+    assert torch.equal(logits(moved, stored.config), logits(wanted, stored.config))
 
 
 def test_a_model_in_another_format_computes_what_its_weights_stand_for(stored: Stored) -> None:

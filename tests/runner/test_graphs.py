@@ -130,6 +130,15 @@ def test_the_largest_graph_sizes_the_reserve() -> None:
     assert (store.bytes_used, store.bytes_reserved) == (10, 30)
 
 
+def test_what_takes_of_the_reserve_is_not_owed_before_its_use() -> None:
+    store = GraphStore(SizedFactory(shares_memory=True), reserve_factor=3, notify=EventLog())
+    store.capture(key(8), lambda: None)
+    assert not store.wants(key(16))
+    assert store.owed() is None
+    assert not store.wants(key(4))
+    assert store.owed() == key(4)
+
+
 def test_a_short_reserve_keeps_a_key_eager_and_says_so() -> None:
     events = EventLog()
     store = GraphStore(SizedFactory(), reserve_factor=1, notify=events)

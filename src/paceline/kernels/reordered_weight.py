@@ -36,8 +36,11 @@ def reorder(weight: Tensor, into: Reordered) -> None:
     """Put the numbers of `weight` in order, for `reordered_linear`; nobody else can read them then.
 
     weight: [out, in] bfloat16 on a CPU, contiguous.  Mutates it: its memory becomes that of the
-    result, so that there is one copy.  One that oneDNN would pad stays as it is, and `into` empty.
+    result, so that there is one copy once nobody else looks at the old.  One that oneDNN would pad,
+    or without rows, stays as it is, and `into` empty.
     """
+    if not weight.numel():
+        return
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
     nbytes = torch.ops.mkldnn._nbytes(packed)
     if nbytes != weight.nbytes:

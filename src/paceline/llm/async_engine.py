@@ -10,6 +10,7 @@ import logging
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from paceline.engine.answers.outputs import RequestOutput
 from paceline.engine.answers.ticket import Ticket, newest
 from paceline.llm.admission import AdmittedPrompt
 from paceline.llm.callers import Callers
-from paceline.llm.followed import Followed, Following
+from paceline.llm.followed import LULL_S, Followed, Following
 from paceline.llm.llm import LLM
 
 _News = tuple[int, int, RequestOutput]  # of which ticket, of which prompt, what
@@ -84,7 +85,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         while self._followed.has_work or not self._is_ending:
-            self._obey(wait=self._followed.idles())
+            self._obey(wait=not self._followed.has_work)
             if self._followed.has_work:
                 self._tell_of(self._followed.turn())
 
@@ -92,11 +93,19 @@ class AsyncEngine:
         """Every command that has come; with `wait`, at least one."""
         try:
             if wait:
-                self._commands.get()()
+                self._next_command()()
             while True:
                 self._commands.get_nowait()()
         except queue.Empty:
             return
+
+    def _next_command(self) -> Callable[[], None]:
+        """The next that comes; in a lull graphs are made ready."""
+        with suppress(queue.Empty):
+            return self._commands.get(timeout=LULL_S)
+        while self._followed.make_ready() and self._commands.empty():
+            pass
+        return self._commands.get()
 
     def _submit(self, number: int, admitted: Sequence[AdmittedPrompt], stream: bool) -> None:
         try:

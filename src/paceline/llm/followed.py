@@ -10,6 +10,8 @@ from paceline.engine.answers.tracker import Tracker
 from paceline.llm.admission import AdmittedPrompt
 from paceline.llm.llm import LLM
 
+LULL_S = 0.2  # without work, after which graphs are made ready: who answers an answer is quicker
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Following:
@@ -35,11 +37,10 @@ class Followed:
         """Whether a turn would do anything."""
         return self._llm.engine.has_work
 
-    def idles(self) -> bool:
-        """Whether nothing is to be done, not even a graph to be made ready: one is, if there is
-        any, and who calls can look for requests before the next."""
-        engine = self._llm.engine
-        return not engine.has_work and not engine.idle()
+    def make_ready(self) -> bool:
+        """Make one graph that coming turns would stop for; whether there was one.  For who has had
+        no work for LULL_S, and looks for some before asking again."""
+        return self._llm.engine.idle()
 
     def submit(self, number: int, admitted: Sequence[AdmittedPrompt], *, stream: bool) -> None:
         """Queue the prompts of a ticket, all or none.  stream: tell of them while they run.

@@ -191,7 +191,8 @@ def copy_weights(
     progress: bool | None = None,
 ) -> None:
     """Fill `destinations`, of `module`, from the tensors that `names` leads their canonical names
-    to, and let formats finish.
+    to, and let formats finish.  Empties `destinations`, whose places keep memory that formats
+    replace.
 
     Raises WeightsError, before anything is written, unless the two sets of names, the shapes and
     the dtypes agree and fill every parameter once; behind it, where a scale was not written.
@@ -201,6 +202,7 @@ def copy_weights(
     _check_tensors(checkpoint, names, destinations)
     require_filled_once(module, destinations, model=model)
     _copy(checkpoint, names, destinations, progress)
+    destinations.clear()
     _finish(module, model)
 
 

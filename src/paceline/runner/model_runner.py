@@ -217,8 +217,8 @@ class ModelRunner:
         return plan
 
     def _expansion(self, step: Step) -> Expansion | None:
-        """A step of a graph's size has none: a prompt says the same, as a graph or not, scored or
-        not."""
+        """A step of a graph's size has none: whether a prompt expands hangs on no graph and no
+        score."""
         expansion = self._parts.expansion(step)
         return None if expansion is None or self._keys.size_of(step) is not None else expansion
 

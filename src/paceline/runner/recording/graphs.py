@@ -236,7 +236,8 @@ class GraphStore:
         return False
 
     def owed(self) -> GraphKey | None:
-        """A key that its next use would capture, where the policy takes such when idle."""
+        """A key that its next use would capture, where the policy takes such when idle; none that
+        would take of the reserve, which a use decides."""
         if not self.policy.when_idle:
             return None
         last = self.policy.on_use - 1
@@ -244,13 +245,12 @@ class GraphStore:
             (
                 key
                 for key, uses in self._uses.items()
-                if uses == last and key not in self._graphs and self._may_keep(key)
+                if uses == last
+                and not (key in self._graphs or key in self._too_large)
+                and (self._reserve_factor is None or self._is_covered(key))
             ),
             None,
         )
-
-    def _may_keep(self, key: GraphKey) -> bool:
-        return key not in self._too_large and self._fits(key)
 
     def _fits(self, key: GraphKey) -> bool:
         """Whether the reserve has room for it."""

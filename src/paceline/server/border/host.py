@@ -27,7 +27,7 @@ from paceline.core.options.engine_options import known
 from paceline.core.step import Step
 from paceline.llm.admission import AdmittedPrompt
 from paceline.llm.ends.pairs import admitted_pairs
-from paceline.llm.followed import Followed, Following
+from paceline.llm.followed import LULL_S, Followed, Following
 from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
 from paceline.plan.resolution import Resolution
@@ -104,7 +104,7 @@ class Host:
     def _serve(self) -> None:
         while self.followed.has_work or not self._is_leaving:
             self._tell()
-            self._hear(wait=self.followed.idles())
+            self._hear(wait=not self.followed.has_work)
             self._take_formed()
             self._outbox.send()  # who was accepted need not wait for a turn
             if self.followed.has_work:
@@ -122,6 +122,9 @@ class Host:
                 self._end, select.POLLIN | (0 if self._outbox.has_room else select.POLLOUT)
             )
             poll.register(self._wake, select.POLLIN)
+            if not self._formed and not poll.poll(1e3 * LULL_S):
+                while self.followed.make_ready() and not poll.poll(0):
+                    pass
             poll.poll()
         with suppress(BlockingIOError):
             while True:
