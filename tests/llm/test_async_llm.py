@@ -9,6 +9,7 @@ import pytest
 
 from paceline import LLM, AsyncLLM, SamplingParams
 from paceline.core.errors import BusyError, ConfigError, PacelineError, RequestError
+from paceline.engine.engine import Engine
 from paceline.llm.admission import NO_FORMS
 from paceline.text.structured import StructureCompiler
 
@@ -72,6 +73,26 @@ def test_forms_are_prepared_beside_the_loop_and_a_fault_of_them_is_an_event(monk
     said = {event["reason"]: event["detail"] for event in events}
     assert said[NO_FORMS] == "answers have no asked-for form: cannot be read"
     assert threading.main_thread() not in threads
+
+
+def test_graphs_are_made_ready_in_a_lull(monkeypatch):
+    asked, done = [], threading.Event()
+
+    def idle(self):
+        asked.append(threading.current_thread())
+        if len(asked) == 3:
+            done.set()
+        return len(asked) < 3
+
+    monkeypatch.setattr(Engine, "idle", idle)
+    monkeypatch.setattr("paceline.llm.async_engine.LULL_S", 0.01)
+
+    async def scene(llm):
+        await asyncio.to_thread(done.wait)
+        return await llm.complete(TEXTS[0], GREEDY)
+
+    assert run(scene).finished
+    assert threading.main_thread() not in asked
 
 
 def test_snapshots_grow_to_the_answer(answers):

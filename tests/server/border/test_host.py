@@ -13,6 +13,7 @@ from serving import serving, small_llm, wait_until
 
 from paceline.core.errors import BusyError, FormsError, ShareError
 from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.engine import Engine
 from paceline.engine.request import Share
 from paceline.llm.admission import Admission
 from paceline.server.border.host import Host
@@ -180,6 +181,23 @@ def test_too_many_forms_of_all_have_a_code_of_their_own(server, monkeypatch):
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert answer.json()["error"]["code"] == "too_many_forms"
     assert "or raise --max-forms of the server" in answer.json()["error"]["message"]
+
+
+def test_graphs_are_made_ready_in_a_lull_alone(server, monkeypatch):
+    asked = []
+
+    def idle(self):
+        asked.append(len(asked))
+        return len(asked) % 3 > 0
+
+    monkeypatch.setattr(Engine, "idle", idle)
+    monkeypatch.setattr("paceline.server.border.host.LULL_S", 60.0)
+    assert [post(server).status_code for _ in range(2)] == [200, 200]
+    assert not asked
+    monkeypatch.setattr("paceline.server.border.host.LULL_S", 0.01)
+    assert post(server).status_code == 200
+    wait_until(lambda: len(asked) == 3)  # until there is none
+    assert post(server).status_code == 200
 
 
 def test_descriptors_may_have_large_numbers():
