@@ -299,6 +299,7 @@ def expanded(work: Work, name: str) -> Run:
             dtype=torch.bfloat16,
             max_reqs=case.requests,
             max_tokens=max(work.view.padded_tokens, PIECE_ROWS),
+            max_pieces=len(expansion.pieces),
             num_heads=case.heads,
             head_dim=NOPE + ROPE,
             v_head_dim=V_DIM,

@@ -31,6 +31,7 @@ LIMITS = RaggedLimits(
     dtype=torch.bfloat16,
     max_reqs=3,
     max_tokens=15,
+    max_pieces=1,
     num_heads=HEADS,
     head_dim=192,
     v_head_dim=128,
@@ -153,6 +154,17 @@ def test_parts_of_a_step_and_steps_behind_it_keep_their_plans() -> None:
     assert len(wrappers) == 5
     assert FLASHINFER.plan(own, buffers).wrapper is first[0].wrapper
     assert 0 < tensor_bytes(buffers) <= FLASHINFER.buffer_bytes(LIMITS)
+
+
+def test_schedules_of_all_pieces_are_counted() -> None:
+    piece, counted = part_of(LENS_K, causal=False), []
+    for num in (1, 40):
+        limits = replace(LIMITS, max_pieces=num)
+        buffers, parts = FLASHINFER.make_buffers(limits), range(1 + num)
+        plans = [FLASHINFER.plan(replace(piece, index=i), buffers) for i in (*parts,) * 5]
+        held = sum({id(plan.wrapper): len(plan.wrapper._schedule) for plan in plans}.values())
+        counted.append(FLASHINFER.buffer_bytes(limits) - held)
+    assert 0 < counted[0] <= counted[1]
 
 
 def test_a_schedule_beyond_its_workspace_is_refused() -> None:

@@ -49,6 +49,7 @@ class RaggedLimits:
     dtype: torch.dtype
     max_reqs: int
     max_tokens: int  # of a step, and rows of a piece
+    max_pieces: int  # of the prefixes of a step
     num_heads: int
     head_dim: int  # as of RaggedConfig
     v_head_dim: int
