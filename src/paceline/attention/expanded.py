@@ -21,7 +21,7 @@ from paceline.kernels.prefix_rows import prefix_rows
 from paceline.kernels.ragged_attention import SharedColumns
 from paceline.kernels.step_view import StepView
 
-# latents [rows, rank] -> keys [rows, heads, nope_dim] and values [rows, heads, v_dim]
+# latents [rows, rank] -> keys [rows, heads, nope_dim] and values [rows, heads, v_dim], both new
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
