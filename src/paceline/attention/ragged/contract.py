@@ -160,7 +160,8 @@ def clean_values_(v: Tensor) -> Tensor:
     rows of the next request by 0 would make NaN of them.
     """
     # The largest magnitude is exact in any format, and takes no tensor of v's size.
-    spoilt = ~torch.linalg.vector_norm(v, math.inf, dim=(1, 2)).isfinite()
+    largest: Tensor = torch.linalg.vector_norm(v, math.inf, dim=(1, 2))
+    spoilt = ~largest.isfinite()
     v.masked_fill_(spoilt.view(-1, 1, 1), 0.0)
     return spoilt
 
