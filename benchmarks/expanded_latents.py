@@ -32,6 +32,7 @@ from paceline.attention.ragged.contract import RaggedConfig, RaggedLimits
 from paceline.attention.ragged.own import OWN
 from paceline.attention.ragged.registry import load_ragged
 from paceline.attention.registry import load_backend
+from paceline.bench.backends import TIMED_VERSIONS
 from paceline.bench.interleaved import time_interleaved
 from paceline.core.errors import BackendUnsupported, PacelineError
 from paceline.core.expansion import expansion_of
@@ -43,7 +44,7 @@ from paceline.kernels.latent_rows import LatentNorm
 from paceline.kernels.rope import Rope
 from paceline.kernels.step_view import GroupView, StepView
 from paceline.layers.attention import StepContext
-from paceline.plan.machine import local_device, versions
+from paceline.plan.machine import installed, local_device, versions
 from paceline.proof.rig.paged import permuted_pages
 
 RANK, ROPE, NOPE, V_DIM, PAGE = 512, 64, 128, 128, 64
@@ -299,6 +300,7 @@ def expanded(work: Work, name: str) -> Run:
             dtype=torch.bfloat16,
             max_reqs=case.requests,
             max_tokens=max(work.view.padded_tokens, PIECE_ROWS),
+            max_pieces=len(expansion.pieces),
             num_heads=case.heads,
             head_dim=NOPE + ROPE,
             v_head_dim=V_DIM,
@@ -471,7 +473,7 @@ def save(path: Path, rows: Sequence[dict[str, Any]], gpu: str) -> None:
             us=round(us, 3),
             error=round(row["error"][name], 4),
             date=datetime.date.today().isoformat(),
-            versions={name: versions()[name] for name in ("torch", "triton")},
+            versions=installed(TIMED_VERSIONS),
         )
         for row in rows
         for name, us in row["us"].items()

@@ -1,6 +1,7 @@
 """Expanded latents: step and prefixes in pieces, against a softmax over latents in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionSpec, LayerCache
 from paceline.attention.expanded import attend_expanded, expanded_plan
-from paceline.attention.ragged.own import OWN
-from paceline.core.expansion import Expansion, prefix_pieces
+from paceline.attention.ragged.own import OWN, OwnRagged
+from paceline.core.expansion import Expansion, prefix_pieces, whole_step
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import GroupView, StepView
 
@@ -121,3 +122,15 @@ def test_parts_are_one_softmax_over_what_is_cached(dtype: torch.dtype, bound: in
         wanted = torch.einsum("thr,hvr->thv", attended, values.double())
         torch.testing.assert_close(found[own].double(), wanted, **close)
         begin += extend
+
+
+class ByHost(OwnRagged):
+    """Ours, planned on the host."""
+
+    capabilities = replace(OwnRagged.capabilities, host_plan=True)
+
+
+def test_padded_rows_have_none_of_a_piece_that_the_host_planned() -> None:
+    view, _ = make_step(torch.float32)
+    plan = expanded_plan(view, whole_step(PIECE, 2), ByHost(), None)
+    assert [piece.starts.tolist() for piece in plan.pieces] == [[0] + [PIECE] * len(PREFIXES)] * 2

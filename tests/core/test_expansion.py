@@ -8,6 +8,7 @@ from paceline.core.expansion import (
     Expansion,
     PrefixPiece,
     expansion_of,
+    most_pieces,
     prefix_pieces,
     whole_step,
 )
@@ -97,3 +98,11 @@ def test_leading_rows_are_a_step_of_these_alone() -> None:
     assert kept.layout.emits == (True, True)
     assert (kept.prefix_lens_bound, kept.kv_lens_bound) == ((5, 6), (6, 7))
     assert leading_rows(step, 3) == step
+
+
+@pytest.mark.parametrize("lens", [(30,), (30, 30, 30), (30, 7, 30), (30, 1, 0)])
+@pytest.mark.parametrize("most_rows", [3, 8, 30, 90])
+def test_pieces_are_as_many_as_are_allocated_for_at_most(lens, most_rows) -> None:
+    most = most_pieces(30, reqs=3, most_rows=most_rows)
+    assert len(prefix_pieces(lens, most_rows)) <= most
+    assert len(prefix_pieces((30, 30, 30), most_rows)) == most

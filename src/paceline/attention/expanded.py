@@ -21,7 +21,7 @@ from paceline.kernels.prefix_rows import prefix_rows
 from paceline.kernels.ragged_attention import SharedColumns
 from paceline.kernels.step_view import StepView
 
-# latents [rows, rank] -> keys [rows, heads, nope_dim] and values [rows, heads, v_dim]
+# latents [rows, rank] -> keys [rows, heads, nope_dim] and values [rows, heads, v_dim], both new
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -69,7 +69,8 @@ def expanded_plan(
     for index, piece in enumerate(expansion.pieces, start=1):
         lens = prefix_lens.clamp(piece.first, piece.end) - piece.first
         if backend.capabilities.host_plan:
-            lens = torch.tensor(piece.lens, dtype=torch.int32).to(lens.device, non_blocking=True)
+            of_all = (*piece.lens, *[0] * (len(lens) - len(piece.lens)))  # padded rows too
+            lens = torch.tensor(of_all, dtype=torch.int32).to(lens.device, non_blocking=True)
         starts = prefix_lens.new_zeros(prefix_lens.shape[0] + 1)
         torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])
         pieces.append(

@@ -70,6 +70,12 @@ def whole_step(most_rows: int, num_pieces: int) -> Expansion:
     )
 
 
+def most_pieces(longest: int, *, reqs: int, most_rows: int) -> int:
+    """Pieces of the prefixes of a step, at most: all but the last hold a share of `most_rows` of
+    each of at most `reqs` requests, whose prefixes have at most `longest` rows."""
+    return -(-longest // max(1, most_rows // reqs))
+
+
 def prefix_pieces(prefix_lens: Sequence[int], most_rows: int) -> tuple[PrefixPiece, ...]:
     """As few pieces as hold all rows of the prefixes, of at most `most_rows` rows each.
 

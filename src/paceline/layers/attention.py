@@ -19,6 +19,7 @@ from paceline.attention.expanded import Expand, ExpandedPlan, attend_expanded
 from paceline.attention.ragged.contract import RaggedLimits
 from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
+from paceline.core.expansion import most_pieces
 from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.model.config import ROW_SCALES, TURNED, LayerSpec, ModelConfig
 from paceline.core.model.lookback import Chunk
@@ -301,8 +302,12 @@ def ragged_limits(
     dtype: torch.dtype,
     max_reqs: int,
     max_tokens: int,
+    kv_len_bound: int,
 ) -> RaggedLimits:
-    """What a ragged backend allocates for, where the layers of `config` are of latents."""
+    """What a ragged backend allocates for, where the layers of `config` are of latents.
+
+    kv_len_bound: tokens of a request, at most.
+    """
     layer = next(layer for layer in config.layers if layer.heads.v_in_k)
     head_dim, v_head_dim = config.expanded_dims
     return RaggedLimits(
@@ -310,6 +315,7 @@ def ragged_limits(
         dtype=dtype,
         max_reqs=max_reqs,
         max_tokens=max_tokens,
+        max_pieces=most_pieces(kv_len_bound, reqs=max_reqs, most_rows=max_tokens),
         num_heads=layer.heads.num_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim,

@@ -166,6 +166,7 @@ def _ragged_buffers(
         dtype=dtype,
         max_reqs=limits.padded_reqs,
         max_tokens=limits.max_tokens,
+        kv_len_bound=limits.kv_len_bound,
     )
     return ragged.make_buffers(bounds)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ LIMITS = RaggedLimits(
     dtype=torch.bfloat16,
     max_reqs=3,
     max_tokens=15,
+    max_pieces=1,
     num_heads=HEADS,
     head_dim=192,
     v_head_dim=128,
@@ -78,6 +80,33 @@ def test_libraries_say_what_our_definition_does(backend) -> None:
         torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
     assert (out[5] == 0).all()
     assert (lse[5] == -math.inf).all()
+
+
+@pytest.mark.parametrize("backend", [OWN, *OF_LIBRARIES, FLASHINFER], ids=lambda each: each.name)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_no_request_takes_values_of_another_or_hides_its_own(backend, bad) -> None:
+    """Of V alone, whose rows a tile of the request before it holds; neither do rows behind all."""
+    part, how = part_of(LENS_K, causal=False), {"scale": SCALE, "out_dtype": torch.bfloat16}
+    plan = backend.plan(part, backend.make_buffers(LIMITS))
+    q, k, v = operands(12)
+    wanted, _ = backend.attend(q, k, v.clone(), None, plan, **how)
+    v[-1] = v[8, 1, 3] = bad
+    found, lse = backend.attend(q, k, v, None, plan, **how)
+    assert torch.equal(found[:6], wanted[:6])
+    assert not found[6:, 1, 3].isfinite().any()
+    assert lse[6:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("library", "text"),
+    [
+        (SimpleNamespace(flash_attn_varlen_func=lambda q, k, v: (q, k)), "got q, k, v"),
+        (SimpleNamespace(), "got no such function"),
+    ],
+)
+def test_a_build_that_cannot_be_asked_for_lse_is_refused(library, text) -> None:
+    with pytest.raises(ConfigError, match=f"return_softmax_lse or return_attn_probs, {text}"):
+        FlashAttention3Ragged(library).make_buffers(LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +182,17 @@ def test_parts_of_a_step_and_steps_behind_it_keep_their_plans() -> None:
     assert len(wrappers) == 5
     assert FLASHINFER.plan(own, buffers).wrapper is first[0].wrapper
     assert 0 < tensor_bytes(buffers) <= FLASHINFER.buffer_bytes(LIMITS)
+
+
+def test_schedules_of_all_pieces_are_counted() -> None:
+    piece, counted = part_of(LENS_K, causal=False), []
+    for num in (1, 40):
+        limits = replace(LIMITS, max_pieces=num)
+        buffers, parts = FLASHINFER.make_buffers(limits), range(1 + num)
+        plans = [FLASHINFER.plan(replace(piece, index=i), buffers) for i in (*parts,) * 5]
+        held = sum({id(plan.wrapper): len(plan.wrapper._schedule) for plan in plans}.values())
+        counted.append(FLASHINFER.buffer_bytes(limits) - held)
+    assert 0 < counted[0] <= counted[1]
 
 
 def test_a_schedule_beyond_its_workspace_is_refused() -> None:

@@ -5,12 +5,14 @@
 A step that is expanded is no graph, so a backend may plan from the host's lengths.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import TypeVar
 
 from paceline.kernels.ragged_attention import SharedColumns
@@ -49,6 +51,7 @@ class RaggedLimits:
     dtype: torch.dtype
     max_reqs: int
     max_tokens: int  # of a step, and rows of a piece
+    max_pieces: int  # of the prefixes of a step
     num_heads: int
     head_dim: int  # as of RaggedConfig
     v_head_dim: int
@@ -115,7 +118,8 @@ class RaggedBackend(ABC, Generic[Buffers, Plan]):
         q: [tokens, num_heads, head_dim]; k: [keys, num_heads, head_dim]; v: [keys, num_heads,
         v_head_dim], whose rows may lie apart.  shared: columns that stand beside these, where
         capabilities say that they may; else None.  scale: that of the limits.  out_dtype: of out,
-        or q's where a backend knows no other.  Mutates only its buffers.
+        or q's where a backend knows no other.  A number that is not finite stays within its
+        request.  Mutates its buffers, and may mutate v.
         """
 
 
@@ -146,8 +150,35 @@ def keyless_tokens(part: RaggedPart) -> Tensor | None:
     """[tokens] bool: the token's request has no key; None where each has one."""
     if 0 not in part.k_lens:
         return None
-    has_none = part.cu_k.diff() == 0
-    return torch.repeat_interleave(has_none, part.cu_q.diff(), output_size=sum(part.q_lens))
+    return _of_tokens(part.cu_k.diff() == 0, part)
+
+
+def clean_values_(v: Tensor) -> Tensor:
+    """[keys] bool: a value of the key is not finite.
+
+    v: [keys, heads, v_head_dim], whose rows with such a value become 0: a library that multiplies
+    rows of the next request by 0 would make NaN of them.
+    """
+    # The largest magnitude is exact in any format, and takes no tensor of v's size.
+    largest: Tensor = torch.linalg.vector_norm(v, math.inf, dim=(1, 2))
+    spoilt = ~largest.isfinite()
+    v.masked_fill_(spoilt.view(-1, 1, 1), 0.0)
+    return spoilt
+
+
+def spoil(out: Tensor, keys: Tensor, part: RaggedPart) -> Tensor:
+    """out [tokens, heads, v_head_dim] with NaN where a token's request has one of `keys`.
+
+    keys: [num_keys] bool, as `clean_values_` returns it.  Mutates out.
+    """
+    before = functional.pad(keys.cumsum(0), (1, 0))
+    tokens = _of_tokens(before[part.cu_k].diff() > 0, part)
+    return out.masked_fill_(tokens.view(-1, 1, 1), math.nan)
+
+
+def _of_tokens(of_reqs: Tensor, part: RaggedPart) -> Tensor:
+    """[reqs] -> [tokens]"""
+    return torch.repeat_interleave(of_reqs, part.cu_q.diff(), output_size=sum(part.q_lens))
 
 
 def blank_keyless(out: Tensor, lse: Tensor, keyless: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,10 @@ Facts of flashinfer-python 0.6.12 this relies on (prefill.py, attention/schedule
 
 * Without CUDA graphs `plan` keeps offsets of its own and copies a schedule, built in one pinned
   tensor of the wrapper, without waiting: a wrapper may be planned again once that copy has run.
-  So those of a part take turns.
-* A schedule of the `fa2` kernels that splits no keys uses no partial results.
+  So those of a part take turns; parts of one step need one each, until its last layer.
+* A schedule of the `fa2` kernels that splits no keys uses no partial results, and no list of rows
+  to merge.
+* A wrapper allocates a workspace for schedules when it is made, and takes another for it after.
 * The log-sum-exp is in base 2; its infinity is a finite number, also of a request without a key.
 """
 
@@ -33,12 +35,13 @@ from paceline.attention.ragged.contract import (
 from paceline.kernels.ragged_attention import SharedColumns
 
 MODULE = "flashinfer"
-_PARTS = 16  # of a step, whose schedules are counted: each is some ten KiB
 _UNUSED_BYTES = 1 << 20  # of partial results, which no schedule of ours has
+_FIRST_BYTES = 8 << 20  # of the workspace that a wrapper makes, and lets go of
 
 
 class PartWrappers:
-    """Wrappers of the parts of expanded steps, RING of each part, made as parts come."""
+    """Wrappers of the parts of expanded steps, RING of each part, made as parts come: so at most
+    RING * (1 + max_pieces)."""
 
     def __init__(self, library: Any, limits: RaggedLimits, unused: Tensor) -> None:
         self._library = library
@@ -83,10 +86,10 @@ class PartWrappers:
 
 
 def schedule_bytes(limits: RaggedLimits) -> int:
-    """Of one part, at most: three numbers for each tile of queries, offsets, and a flag of each."""
+    """Of one part, at most: three numbers for each tile of queries, offsets, and two numbers."""
     tiles = -(-limits.max_tokens // SMALLEST_TILE) + limits.max_reqs
-    ints = 3 * tiles + limits.max_reqs + 1 + 2 + limits.max_tokens + 1
-    return 4 * ints + tiles + 16 * ALIGNMENT
+    lists = 6  # each begins at a multiple of ALIGNMENT
+    return 4 * (3 * tiles + limits.max_reqs + 1 + 2) + lists * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,8 +145,11 @@ class FlashInferRagged(RaggedBackend[FlashInferRaggedBuffers, FlashInferRaggedPl
         )
 
     def buffer_bytes(self, limits: RaggedLimits) -> int:
-        """Schedules of the wrappers of some parts, too."""
-        return _UNUSED_BYTES + RING * _PARTS * schedule_bytes(limits)
+        """Of the wrappers of all parts that a step may have, and what making one takes."""
+        offsets = 2 * 4 * (limits.max_reqs + 1)
+        parts = 1 + limits.max_pieces
+        of_wrappers = RING * parts * (schedule_bytes(limits) + offsets)
+        return _UNUSED_BYTES + _FIRST_BYTES + of_wrappers
 
     def plan(self, part: RaggedPart, buffers: FlashInferRaggedBuffers) -> FlashInferRaggedPlan:
         """From the host's lengths; queues copies, waits for nothing."""

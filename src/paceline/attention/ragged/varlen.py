@@ -2,6 +2,8 @@
 
 The libraries read whole rows of one head, and round what they return to the format of queries.
 A request without a key walks a tile all the same, and may be given anything: here 0 and −inf.
+Tiles of V are loaded whole, with rows of the next request, which are multiplied by 0: so V is made
+finite first, and a request whose V was not gets NaN.  Of K a mask hides these rows.
 """
 
 import inspect
@@ -21,11 +23,15 @@ from paceline.attention.ragged.contract import (
     RaggedLimits,
     RaggedPart,
     blank_keyless,
+    clean_values_,
     keyless_tokens,
+    spoil,
 )
+from paceline.core.errors import ConfigError
 from paceline.kernels.ragged_attention import SharedColumns
 
 LibraryT = TypeVar("LibraryT")
+LSE_KEYWORDS = ("return_softmax_lse", "return_attn_probs")  # of FlashAttention 3, by build
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 _DEEPSEEK = frozenset({(192, 128)})  # the one shape of unequal dims that both libraries state
 
@@ -89,7 +95,9 @@ class VarlenBackend(
     ) -> tuple[Tensor, Tensor]:
         """See RaggedBackend.attend; out is in q's dtype."""
         assert shared is None, "keys have their shared columns beside their own"
+        spoilt = clean_values_(v)
         out, by_head = self.call(plan.library, q, k, v, plan.part, scale)
+        spoil(out, spoilt, plan.part)
         return blank_keyless(out, by_head.t().contiguous(), plan.keyless)
 
 
@@ -203,6 +211,12 @@ class FlashAttention3Ragged(VarlenBackend[Varlen3Library]):
         """As the backend of that name."""
         return fa3_backend.FlashAttention3Backend().import_library()
 
+    def make_buffers(self, limits: RaggedLimits) -> VarlenBuffers[Varlen3Library]:
+        """The library alone.  Raises ConfigError for a build that cannot be asked for lse."""
+        buffers = super().make_buffers(limits)
+        _lse_keyword(buffers.library)
+        return buffers
+
     def call(
         self,
         library: Varlen3Library,
@@ -230,6 +244,15 @@ class FlashAttention3Ragged(VarlenBackend[Varlen3Library]):
 
 
 def _lse_keyword(library: Varlen3Library) -> str:
-    """What a build calls the wish for a log-sum-exp."""
-    known = inspect.signature(library.flash_attn_varlen_func).parameters
-    return next(name for name in ("return_softmax_lse", "return_attn_probs") if name in known)
+    """What a build calls the wish for a log-sum-exp.  Raises ConfigError where it has neither."""
+    function = getattr(library, "flash_attn_varlen_func", None)
+    known = () if function is None else inspect.signature(function).parameters
+    found = next((name for name in LSE_KEYWORDS if name in known), None)
+    if found is None:
+        raise ConfigError.about(
+            "parameters of flash_attn_varlen_func",
+            expected=" or ".join(LSE_KEYWORDS),
+            got=", ".join(known) or "no such function",
+            remedy="build a later flash-attention, or choose another --latent-expand-backend",
+        )
+    return found

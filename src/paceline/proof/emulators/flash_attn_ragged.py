@@ -1,7 +1,8 @@
 """FlashAttention over keys that lie behind one another, on a CPU; the function of FlashAttention 3.
 
 That of FlashAttention 4 has another signature, and stands with its paged keys in flash_attn.py.
-Adversarial habits: a request without a key gets numbers, and rows behind the last request none.
+Adversarial habits: a request without a key gets numbers, and rows behind the last request none; a
+request's last tile of keys holds the rows behind it, of which those of V are multiplied by 0.
 
 Sources: flash-attention's `hopper/flash_attn_interface.py`; flash-attn-4 4.0.0b15,
 `flash_attn.cute.interface`, `flash_fwd_sm90`.
@@ -25,6 +26,7 @@ from paceline.proof.emulators.flash_attn_rules import (
 )
 
 _JUNK = 7.0  # of a request without a key
+_TILE = 128  # keys that are loaded at once
 
 
 def flash_attn_varlen_func(
@@ -107,11 +109,13 @@ def _emulate(
             out[start:end], lse[:, start:end] = _JUNK, _JUNK
         elif start < end:
             num = last - first
-            visible = seen(end - start, num, num, left=None, right=0 if causal else None)
+            loaded = slice(first, min(first + -(-num // _TILE) * _TILE, len(k)))
+            at_once = loaded.stop - first
+            visible = seen(end - start, num, at_once, left=None, right=0 if causal else None)
             out[start:end], lse[:, start:end] = attend(
                 q[start:end],
-                k[first:last],
-                v[first:last],
+                k[loaded],
+                v[loaded],
                 visible,
                 scale=scale,
                 soft_cap=0.0,

@@ -160,7 +160,7 @@ class LatentRows:
 
             def expand(latents: Tensor) -> tuple[Tensor, Tensor]:
                 each = latents.unsqueeze(1).expand(-1, heads, -1)
-                return each, each
+                return each, each.contiguous()  # a backend may write to values
 
             parts.append(ctx.attend_expanded(layer, *given, rope=rope, expand=expand, **how))
         return torch.cat(parts)
