@@ -101,9 +101,9 @@ def test_an_idle_engine_does_not_spin():
     done = []
 
     class Noted(queue.SimpleQueue):
-        def get(self):  # for as long as it takes
+        def get(self, timeout=None):
             done.append("sleep")
-            return super().get()
+            return super().get(timeout=timeout)
 
         def get_nowait(self):
             try:
