@@ -122,6 +122,15 @@ def test_a_page_table_is_read_from_a_page_on() -> None:
     assert capability_reasons(able, replace(asked, page_size=8)) == []
 
 
+def test_chunks_in_a_tree_need_who_masks_by_branch() -> None:
+    able = replace(NARROW, chunks=ChunkSupport.ALWAYS, masks=frozenset(MaskKind))
+    tree = replace(FITS, chunks=frozenset({12}), masks=frozenset({MaskKind.TREE}))
+    assert capability_reasons(replace(able, tree_windows=True), tree) == []
+    assert capability_reasons(replace(able, tree_windows=False), tree) == [
+        "chunks in a tree must be absent, got present"
+    ]
+
+
 def test_a_chunk_is_no_window_to_who_has_windows_alone() -> None:
     spec = make_case(BatchSpec(prefix_lens=(0,), extend_lens=(1,)), Shape(), seed=0).spec
     assert replace(spec, window=7).sliding == 7

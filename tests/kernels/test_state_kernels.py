@@ -335,6 +335,44 @@ def test_rows_of_another_form_are_refused(change: dict[str, Any], text: str) -> 
         state_rows(heads, rates, given=conv_inputs(2, window), kept=None, out=heads.v, **args)
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rows": noise(1, 1, 30)}, r"rows must be \[2, parts"),
+        ({"rows": noise(2, 1, 60)[:, :, ::2]}, r"rows must be \[2, parts"),
+        ({"weight": noise(WINDOW + 1, 30).mT}, "weight must be contiguous"),
+        ({"window": noise(SLOTS, 30, WINDOW + 1)}, "window must be contiguous"),
+        ({"state": noise(SLOTS, 2, 10, 5).mT}, "state must be contiguous"),
+        ({"state": noise(SLOTS, 3, 5, 10)}, "state must be contiguous"),
+        ({"arrived": torch.zeros(1, 1, dtype=torch.int32)}, "arrived must be contiguous int32"),
+        ({"arrived": torch.zeros(2, 1)}, "arrived must be contiguous int32"),
+    ],
+)
+def test_a_step_of_another_form_is_refused(change: dict[str, Any], text: str) -> None:
+    whole = {
+        "rows": noise(2, 1, 30),
+        "weight": noise(30, WINDOW + 1),
+        "bias": None,
+        "window": noise(SLOTS, 30, WINDOW),
+        "slots": SLOT_LIST,
+        "state": noise(SLOTS, 2, 5, 10),
+        "arrived": torch.zeros(2, 1, dtype=torch.int32),
+    } | change
+    state, arrived = whole.pop("state"), whole.pop("arrived")
+    rates, out = Rates(noise(2, 2), noise(2, 2), None, is_delta=True), noise(2, 2, 10)
+    with pytest.raises(KernelArgumentError, match=text):
+        state_step(
+            StepInputs(**whole),
+            HeadChannels(0, 5, 10, 30, 30),
+            rates,
+            state,
+            eps=1e-6,
+            scale=0.5,
+            arrived=arrived,
+            out=out,
+        )
+
+
 @pytest.mark.parametrize("name", ["decay", "rate"])
 def test_rates_with_strides_are_refused_by_name(name: str) -> None:
     state, window = parts()
