@@ -28,6 +28,11 @@ _GROUPS = (32, 64, 128)
 _MOST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
+def words_of(kind: str) -> int:
+    """In which a chunk's codes lie."""
+    return CHUNK * _BITS[kind] // 32
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
     """How the numbers of a weight are stored."""
@@ -50,7 +55,7 @@ class Packing:
     @property
     def words(self) -> int:
         """Of a chunk."""
-        return CHUNK * self.bits // 32
+        return words_of(self.kind)
 
     def num_words(self, columns: int) -> int:
         """Of one row."""

@@ -20,7 +20,7 @@ from paceline.kernels._triton.primitives import swiglu
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
 from paceline.kernels.moe_experts import SwiGLU
 from paceline.kernels.moe_route import Routing
-from paceline.kernels.packed_weight import CHUNK, PackedWeight
+from paceline.kernels.packed_weight import CHUNK, PackedWeight, words_of
 
 _CHUNK = tl.constexpr(CHUNK)
 
@@ -265,7 +265,7 @@ def _options(words: Words, columns: int, tile: Tile) -> dict[str, Any]:
     return {
         "KIND": words.kind,
         "GROUP": 0 if words.group >= columns else words.group,
-        "WORDS": CHUNK // (8 if words.kind == "int4" else 4),
+        "WORDS": words_of(words.kind),
         "PAIRS": tile.pairs,
         "ROWS": tile.rows,
         "MASKED": columns % CHUNK != 0,

@@ -23,7 +23,7 @@ from paceline.kernels._triton.packed_codes import chunk_numbers, group_of_word, 
 from paceline.kernels._triton.primitives import biased_activation, dot
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
 from paceline.kernels.packed_linear import PackedTile
-from paceline.kernels.packed_weight import CHUNK, PackedWeight
+from paceline.kernels.packed_weight import CHUNK, PackedWeight, words_of
 
 _CHUNK = tl.constexpr(CHUNK)
 
@@ -425,7 +425,7 @@ def launch_packed_linear(
     """One kernel; arguments as checked by kernels/packed_linear.py."""
     require_runnable("x of packed_linear", x, _packed_more_kernel, otherwise="use unpack_weight")
     (tokens, columns), out_features = x.shape, out.shape[1]
-    words = CHUNK // (8 if kind == "int4" else 4)
+    words = words_of(kind)
     chunks = cdiv(columns, CHUNK)
     shape = (columns, weight.words.shape[1], weight.scale.shape[1])
     common = {

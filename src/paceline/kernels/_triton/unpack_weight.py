@@ -7,7 +7,7 @@ from torch import Tensor
 from paceline.kernels._triton.launch import launch
 from paceline.kernels._triton.packed_codes import chunk_numbers, group_of_word
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
-from paceline.kernels.packed_weight import CHUNK, PackedWeight
+from paceline.kernels.packed_weight import CHUNK, PackedWeight, words_of
 
 _CHUNK = tl.constexpr(CHUNK)
 _ROWS = 64
@@ -74,7 +74,7 @@ def launch_unpack_weight(weight: PackedWeight, *, kind: str, group: int, out: Te
         weight.scale.shape[1],
         KIND=kind,
         GROUP=0 if group >= columns else group,
-        WORDS=CHUNK // (8 if kind == "int4" else 4),
+        WORDS=words_of(kind),
         ROWS=_ROWS,
         INTERPRETED=interpreted(_unpack_weight_kernel),
         num_warps=4,
