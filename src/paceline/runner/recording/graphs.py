@@ -247,16 +247,18 @@ class GraphStore:
                 for key, uses in self._uses.items()
                 if uses == last
                 and not (key in self._graphs or key in self._too_large)
-                and (self._reserve_factor is None or self._is_covered(key))
+                and self._is_free(key)
             ),
             None,
         )
 
     def _fits(self, key: GraphKey) -> bool:
         """Whether the reserve has room for it."""
-        if self._reserve_factor is None or self._is_covered(key):
-            return True
-        return self._bytes + self._estimate(key) <= self.bytes_reserved
+        return self._is_free(key) or self._bytes + self._estimate(key) <= self.bytes_reserved
+
+    def _is_free(self, key: GraphKey) -> bool:
+        """Whether it would take nothing of the reserve."""
+        return self._reserve_factor is None or self._is_covered(key)
 
     def capture(self, key: GraphKey, function: Callable[[], None]) -> Graph | None:
         """Capture `function` and keep its graph; None when it is too large to keep.
