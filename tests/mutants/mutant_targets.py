@@ -365,7 +365,7 @@ TARGETS = (
     ),
     Target(
         "attention/ragged/contract.py",
-        ("keyless_tokens", "blank_keyless"),
+        ("keyless_tokens", "blank_keyless_"),
         Killers(_cells("torch", *_RAGGED), ("attention/ragged/test_ragged.py",)),
     ),
     Target(

@@ -21,6 +21,7 @@ from paceline.attention.ragged.flashinfer_ragged import FlashInferRagged
 from paceline.attention.ragged.own import OWN
 from paceline.attention.ragged.registry import RAGGED_BACKENDS, choose_ragged, load_ragged
 from paceline.attention.ragged.varlen import FlashAttention3Ragged, FlashAttention4Ragged
+from paceline.attention.registry import Choice
 from paceline.core.errors import BackendUnsupported, ConfigError, KernelArgumentError
 from paceline.proof.emulators import flash_attn, flash_attn_ragged, flashinfer_expanded
 
@@ -219,6 +220,22 @@ def test_every_reason_against_a_backend_is_named() -> None:
         choose_ragged(later, "fa3", attention=None, gpu="")
     with pytest.raises(BackendUnsupported, match="device must be cuda, got cpu"):
         choose_ragged(replace(H200, device_type="cpu"), "fa4", attention=None, gpu="")
+
+
+def test_an_asked_attention_backend_has_its_library_or_is_told_why_not() -> None:
+    def beside(attention: str, config: RaggedConfig) -> Choice:
+        return choose_ragged(config, None, attention=attention, gpu="")
+
+    alone = beside("triton", H200)
+    ours = "our own kernel, not triton: latents alone are what that attends to"
+    assert (alone.name, alone.why, alone.rejected) == ("own", ours, {})
+    taken = beside("flashinfer_mla+triton", H200)
+    why = "of the library of flashinfer_mla+triton, asked for"
+    assert (taken.name, taken.why) == ("flashinfer", why)
+    refused = beside("fa3", replace(H200, cuda_arch=(10, 0)))
+    [reason] = refused.rejected["fa3"]
+    assert reason == "CUDA arch must be at most (9, 9), got (10, 0)"
+    assert refused.why == f"our own kernel, not fa3, whose library cannot: {reason}"
 
 
 def test_names_are_known_or_complete() -> None:

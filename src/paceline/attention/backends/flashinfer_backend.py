@@ -6,7 +6,6 @@ with one row.  A tree is its prefix and, under a mask of bits, its own rows, mer
 """
 
 import importlib
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +23,11 @@ from paceline.attention.backends.flashinfer_session import (
 )
 from paceline.attention.backends.flashinfer_tree import LN2, TreeRows, as_cached
 from paceline.attention.backends.flashinfer_wrappers import (
+    MODULE,
     HostLens,
     KeyLists,
     StepShape,
+    absence,
     constants,
     rings_bytes,
     unplanned,
@@ -63,7 +64,6 @@ from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 
-MODULE = "flashinfer"
 # Below it, in natural log, no key is visible: the library's infinity is 5e4 in base 2 (math.cuh).
 LEAST_LSE = -3e4
 
@@ -73,9 +73,6 @@ class Calls(NamedTuple):
 
     part: Part
     chunk: Chunk | None  # of their layers; None: of those without
-
-    def __str__(self) -> str:
-        return self.part.value if self.chunk is None else f"{self.part.value} in {self.chunk}"
 
     def shape(self, mask: MaskKind, reqs: int, tokens: int) -> StepShape:
         """Of a step of so many requests: where chunks cut it, of virtual ones."""
@@ -163,11 +160,7 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether the library is there when planning for this machine."""
-        reasons = super().unsupported_reasons(config)
-        is_here = config.device_type == "cuda" and torch.cuda.is_available()
-        if is_here and importlib.util.find_spec(MODULE) is None:
-            reasons.append(f"{MODULE} must be installed, got no such package")
-        return reasons
+        return super().unsupported_reasons(config) + absence(config.device_type)
 
     def make_buffers(self, limits: Limits) -> FlashInferBuffers:
         """Workspace and lists for the largest step; wrappers come with the steps' shapes."""

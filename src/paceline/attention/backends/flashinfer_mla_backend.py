@@ -12,7 +12,6 @@ Facts of flashinfer-python 0.6.12 this relies on (mla/_core.py, attention/schedu
 """
 
 import importlib
-import importlib.util
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -24,6 +23,7 @@ from paceline.attention.backends.flashinfer_wrappers import (
     ALIGNMENT,
     RING,
     StepShape,
+    absence,
     constants,
     distinct_constants,
 )
@@ -53,7 +53,7 @@ from paceline.core.step import Step
 from paceline.kernels.stand_in import device_type, multiprocessors
 from paceline.kernels.step_view import StepView
 
-PACKAGE, MODULE = "flashinfer", "flashinfer.mla"
+MODULE = "flashinfer.mla"
 MOST_WORKS = 16384  # of a schedule: tiles of queries, and splits of their keys
 TILE = 64  # query rows, heads counted; two of them beside each other where requests have more
 
@@ -113,11 +113,7 @@ class FlashInferMLABackend(AttentionBackend[FlashInferMLABuffers, FlashInferMLAP
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether the library is there when planning for this machine."""
-        reasons = super().unsupported_reasons(config)
-        is_here = config.device_type == "cuda" and torch.cuda.is_available()
-        if is_here and importlib.util.find_spec(PACKAGE) is None:
-            reasons.append(f"{PACKAGE} must be installed, got no such package")
-        return reasons
+        return super().unsupported_reasons(config) + absence(config.device_type)
 
     def make_buffers(self, limits: Limits) -> FlashInferMLABuffers:
         """Workspace, schedules and lists for the largest step, and the wrappers over them.
@@ -158,7 +154,7 @@ class FlashInferMLABackend(AttentionBackend[FlashInferMLABuffers, FlashInferMLAP
 
     def buffer_bytes(self, limits: Limits) -> int:
         """What make_buffers allocates, which needs no library for it."""
-        return tensor_bytes(replace(self, library=PACKAGE).make_buffers(limits))
+        return tensor_bytes(replace(self, library=MODULE).make_buffers(limits))
 
     def host_plan(self, step: Step, buffers: FlashInferMLABuffers) -> None:
         """Plan each part the step may ask for, with the wrapper whose turn it is."""

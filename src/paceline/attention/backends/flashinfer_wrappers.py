@@ -12,6 +12,7 @@ Facts of flashinfer-python 0.6.12 this relies on (prefill.py, attention/schedule
   second plan of the wrapper could overwrite a copy under way.  See `WrapperRing`.
 """
 
+import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +27,22 @@ from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
 from paceline.kernels.stand_in import multiprocessors
 
+MODULE = "flashinfer"
 RING = 4  # wrappers that take turns; deeper than any number of steps in flight
 CTAS_PER_SM = 2  # of a schedule
 LARGEST_TILE = 128  # query rows, group heads counted, of one unit of work
 SMALLEST_TILE = 16
 ALIGNMENT = 16  # bytes
 WRAPPER_BYTES = 1 << 17  # a wrapper's own lengths, of which it allocates 32,768 whatever is asked
+
+
+def absence(device_type: str) -> list[str]:
+    """On a machine with a GPU, why the package is not here; nothing is imported."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return []  # planning for another machine: what is installed here says nothing
+    if importlib.util.find_spec(MODULE) is None:
+        return [f"{MODULE} must be installed, got no such package"]
+    return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ def clean_values_(v: Tensor) -> Tensor:
     return spoilt
 
 
-def spoil(out: Tensor, keys: Tensor, part: RaggedPart) -> Tensor:
+def spoil_(out: Tensor, keys: Tensor, part: RaggedPart) -> Tensor:
     """out [tokens, heads, v_head_dim] with NaN where a token's request has one of `keys`.
 
     keys: [num_keys] bool, as `clean_values_` returns it.  Mutates out.
@@ -181,7 +181,7 @@ def _of_tokens(of_reqs: Tensor, part: RaggedPart) -> Tensor:
     return torch.repeat_interleave(of_reqs, part.cu_q.diff(), output_size=sum(part.q_lens))
 
 
-def blank_keyless(out: Tensor, lse: Tensor, keyless: Tensor | None) -> tuple[Tensor, Tensor]:
+def blank_keyless_(out: Tensor, lse: Tensor, keyless: Tensor | None) -> tuple[Tensor, Tensor]:
     """out [tokens, heads, v_head_dim] and lse [tokens, heads], with 0 and −inf in place of what a
     library made of requests without a key.  Mutates both."""
     if keyless is not None:

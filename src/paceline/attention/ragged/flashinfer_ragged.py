@@ -12,7 +12,6 @@ Facts of flashinfer-python 0.6.12 this relies on (prefill.py, attention/schedule
 """
 
 import importlib
-import importlib.util
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -21,7 +20,13 @@ import torch
 from torch import Tensor
 
 from paceline.attention.backends.flashinfer_tree import LN2
-from paceline.attention.backends.flashinfer_wrappers import ALIGNMENT, RING, SMALLEST_TILE
+from paceline.attention.backends.flashinfer_wrappers import (
+    ALIGNMENT,
+    MODULE,
+    RING,
+    SMALLEST_TILE,
+    absence,
+)
 from paceline.attention.held import OPAQUE
 from paceline.attention.ragged.contract import (
     RaggedBackend,
@@ -29,12 +34,11 @@ from paceline.attention.ragged.contract import (
     RaggedConfig,
     RaggedLimits,
     RaggedPart,
-    blank_keyless,
+    blank_keyless_,
     keyless_tokens,
 )
 from paceline.kernels.ragged_attention import SharedColumns
 
-MODULE = "flashinfer"
 _UNUSED_BYTES = 1 << 20  # of partial results, which no schedule of ours has
 _FIRST_BYTES = 8 << 20  # of the workspace that a wrapper makes, and lets go of
 
@@ -130,11 +134,7 @@ class FlashInferRagged(RaggedBackend[FlashInferRaggedBuffers, FlashInferRaggedPl
 
     def unsupported_reasons(self, config: RaggedConfig) -> list[str]:
         """Capabilities, and whether the library is there when planning for this machine."""
-        reasons = super().unsupported_reasons(config)
-        is_here = config.device_type == "cuda" and torch.cuda.is_available()
-        if is_here and importlib.util.find_spec(MODULE) is None:
-            reasons.append(f"{MODULE} must be installed, got no such package")
-        return reasons
+        return super().unsupported_reasons(config) + absence(config.device_type)
 
     def make_buffers(self, limits: RaggedLimits) -> FlashInferRaggedBuffers:
         """Wrappers come with the parts of steps."""
@@ -172,4 +172,4 @@ class FlashInferRagged(RaggedBackend[FlashInferRaggedBuffers, FlashInferRaggedPl
         assert shared is None, "keys have their shared columns beside their own"
         out, lse = plan.wrapper.run(q, k, v, return_lse=True)
         lse.mul_(LN2)
-        return blank_keyless(out, lse, plan.keyless)
+        return blank_keyless_(out, lse, plan.keyless)

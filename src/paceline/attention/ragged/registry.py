@@ -95,13 +95,15 @@ def _beside(attention: str, config: RaggedConfig) -> Choice:
     """Where an attention backend was asked for: its library's, or ours, which says so."""
     parsed = parse(attention)
     prefill = str(parsed.prefill if isinstance(parsed, Pair) else parsed)
-    name = SAME_LIBRARY.get(prefill)
-    reasons = [] if name is None else load_ragged(name).unsupported_reasons(config)
-    if name is not None and not reasons:
+    ours, name = f"our own kernel, not {attention}", SAME_LIBRARY.get(prefill)
+    if name is None:
+        why = f"{ours}: latents alone are what that attends to"
+        return Choice(name="own", why=why, rejected={})
+    reasons = load_ragged(name).unsupported_reasons(config)
+    if not reasons:
         return Choice(name=name, why=f"of the library of {attention}, asked for", rejected={})
-    rejected = {} if name is None else {name: reasons}
-    why = f"our own kernel, not {attention}: latents alone are what that attends to"
-    return Choice(name="own", why=why, rejected=rejected)
+    why = f"{ours}, whose library cannot: {'; '.join(reasons)}"
+    return Choice(name="own", why=why, rejected={name: reasons})
 
 
 def _layer_shape(config: RaggedConfig) -> LayerShape:

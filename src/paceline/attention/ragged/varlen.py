@@ -22,10 +22,10 @@ from paceline.attention.ragged.contract import (
     RaggedConfig,
     RaggedLimits,
     RaggedPart,
-    blank_keyless,
+    blank_keyless_,
     clean_values_,
     keyless_tokens,
-    spoil,
+    spoil_,
 )
 from paceline.core.errors import ConfigError
 from paceline.kernels.ragged_attention import SharedColumns
@@ -97,8 +97,8 @@ class VarlenBackend(
         assert shared is None, "keys have their shared columns beside their own"
         spoilt = clean_values_(v)
         out, by_head = self.call(plan.library, q, k, v, plan.part, scale)
-        spoil(out, spoilt, plan.part)
-        return blank_keyless(out, by_head.t().contiguous(), plan.keyless)
+        spoil_(out, spoilt, plan.part)
+        return blank_keyless_(out, by_head.t().contiguous(), plan.keyless)
 
 
 class Varlen4Library(Protocol):
