@@ -30,7 +30,7 @@ from paceline.attention.expanded import ExpandedPlan, expanded_plan
 from paceline.attention.measurements import Measurement, merged, parse_table, write_table
 from paceline.attention.ragged.contract import RaggedConfig, RaggedLimits
 from paceline.attention.ragged.own import OWN
-from paceline.attention.ragged.registry import load_ragged
+from paceline.attention.ragged.registry import AUTO_ORDER, load_ragged
 from paceline.attention.registry import load_backend
 from paceline.bench.backends import TIMED_VERSIONS
 from paceline.bench.interleaved import time_interleaved
@@ -487,7 +487,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--contenders",
-        default=f"{OURS},{BY}fa4,triton,flashinfer_mla",
+        default=",".join([*(f"{BY}{name}" for name in AUTO_ORDER), "triton", "flashinfer_mla"]),
         help=f"{BY}NAME of ragged backends, and backends that attend absorbed",
     )
     parser.add_argument("--heads", default=HEADS)
