@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.frames import receive, send
-from paceline.core.step import Step, StepOutputs
+from paceline.core.step import FinishCode, Step, StepOutputs
 from paceline.runner.recording.graphs import CapturePolicy
 
 
@@ -63,6 +63,20 @@ def said(outputs: StepOutputs) -> Said:
         token_ids=outputs.token_ids,
         finish=tuple(int(code) for code in outputs.finish),
     )
+
+
+def difference(ours: Said, theirs: Said) -> str:
+    """The first row of which they say something else, in words."""
+    assert theirs.epoch == ours.epoch, "each rank tells of each step that is compared, in order"
+    pairs = zip(ours.token_ids, ours.finish, strict=True)
+    others = zip(theirs.token_ids, theirs.finish, strict=True)
+    row, (mine, other) = next(
+        (row, both)
+        for row, both in enumerate(zip(pairs, others, strict=True))
+        if both[0] != both[1]
+    )
+    words = [f"tokens {list(ids)} with {FinishCode(code).name}" for ids, code in (other, mine)]
+    return f"{words[0]}, not {words[1]}, of row {row}"
 
 
 def is_compared(step: Step, every: int | None) -> bool:

@@ -66,7 +66,7 @@ class Host:
         self, llm: LLM, end: socket.socket, outbox: Outbox, forms: FormLimits | None = None
     ) -> None:
         self.followed = Followed(llm)
-        # By time.monotonic: the turn, or the capture while nothing runs, that it is in; None: neither
+        # By time.monotonic; of a turn, or of a capture while nothing runs.  None: in neither.
         self.turning_since: float | None = None
         self.llm = llm
         self._end = end
