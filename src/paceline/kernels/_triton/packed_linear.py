@@ -22,7 +22,7 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 from paceline.kernels._triton.packed_codes import chunk_numbers, group_of_word, part_of
 from paceline.kernels._triton.primitives import biased_activation, dot
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
-from paceline.kernels._triton.skinny_linear import sum_of_splits
+from paceline.kernels._triton.skinny_linear import meet
 from paceline.kernels.packed_linear import PackedTile
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, words_of
 
@@ -266,8 +266,9 @@ def _packed_few_kernel(
         acc = tl.sum(acc, axis=0)
     is_last = True
     if SPLITS > 1:
-        acc, is_last = sum_of_splits(
-            acc, partial_ptr, counters_ptr, tile, split, SPLITS, FEATURES, TOKENS
+        tiles = tl.num_programs(0)
+        acc, is_last = meet(
+            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, FEATURES, TOKENS
         )
     if is_last:
         if IS_GATED:
@@ -378,8 +379,9 @@ def _packed_more_kernel(
     let_next_start(OVERLAPPED)
     is_last = True
     if SPLITS > 1:
-        acc, is_last = sum_of_splits(
-            acc, partial_ptr, counters_ptr, tile, split, SPLITS, ROWS, TOKENS
+        tiles = tl.num_programs(0)
+        acc, is_last = meet(
+            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, ROWS, TOKENS
         )
     if is_last:
         _write(acc, acc_up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS)

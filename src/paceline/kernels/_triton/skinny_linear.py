@@ -85,11 +85,12 @@ def _one_token_kernel(
 
 
 @triton.jit
-def sum_of_splits(
+def meet(
     acc,  # [FEATURES, TOKENS] float32
     partial_ptr,  # [SPLITS, tiles, FEATURES, TOKENS] float32
     counters_ptr,  # [tiles] int32, all 0
-    tile,  # of program_id(0)
+    tile,
+    tiles,
     split,
     SPLITS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -97,7 +98,6 @@ def sum_of_splits(
 ):
     """(the sum of all splits in order, whether this program is the last to arrive, which has
     it)."""
-    tiles = tl.num_programs(0)
     place = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     part_size: tl.constexpr = FEATURES * TOKENS
     tl.store(partial_ptr + (split * tiles + tile) * part_size + place, acc)
@@ -161,8 +161,9 @@ def _few_tokens_kernel(
 
     is_last = True
     if SPLITS > 1:
-        acc, is_last = sum_of_splits(
-            acc, partial_ptr, counters_ptr, tile, split, SPLITS, BLOCK_FEATURES, BLOCK_TOKENS
+        tiles = tl.num_programs(0)
+        acc, is_last = meet(
+            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, BLOCK_FEATURES, BLOCK_TOKENS
         )
     if is_last:
         live = live_rows & (token < tokens)[None, :]
