@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.attention.contract import needed_support
+from paceline.attention.contract import GraphSupport, needed_support
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.modes import End, MaskKind
 from paceline.core.request.sampling_params import SamplerTier
@@ -21,8 +21,8 @@ class GraphKeys:
     def __init__(self, parts: Parts, sizes: GraphSizes) -> None:
         self._parts = parts
         self._sizes = sizes
-        backends = [parts.backend, *[mixer.backend for mixer in parts.mixers]]
-        self._support = min(backend.capabilities.graph for backend in backends)
+        of_states = [mixer.backend.capabilities.graph for mixer in parts.mixers]
+        self._support = min(parts.backend.capabilities.graph, *of_states, GraphSupport.ALWAYS)
 
     @property
     def ragged_tokens(self) -> tuple[int, ...]:
