@@ -45,7 +45,7 @@ class Agreed(Struct, frozen=True, kw_only=True):
     staging_depth: int
 
 
-class Said(Struct, frozen=True, kw_only=True, tag=5):
+class RankSaid(Struct, frozen=True, kw_only=True, tag=5):
     """What came of a step that ranks compare."""
 
     epoch: int
@@ -53,19 +53,19 @@ class Said(Struct, frozen=True, kw_only=True, tag=5):
     finish: tuple[int, ...]  # [num_reqs] FinishCode
 
 
-Told = Started | Planned | Loaded | RankReady | RankFailed | Said
+Told = Started | Planned | Loaded | RankReady | RankFailed | RankSaid
 
 
-def said(outputs: StepOutputs) -> Said:
+def said(outputs: StepOutputs) -> RankSaid:
     """Of one rank."""
-    return Said(
+    return RankSaid(
         epoch=outputs.epoch,
         token_ids=outputs.token_ids,
         finish=tuple(int(code) for code in outputs.finish),
     )
 
 
-def difference(ours: Said, theirs: Said) -> str:
+def difference(ours: RankSaid, theirs: RankSaid) -> str:
     """The first row of which they say something else, in words."""
     assert theirs.epoch == ours.epoch, "each rank tells of each step that is compared, in order"
     pairs = zip(ours.token_ids, ours.finish, strict=True)

@@ -10,7 +10,7 @@ compared; what they compute together meets in the exchange.
                                 plans its part                   Planned
     compares, agrees on pages   loads                            Loaded
     has loaded too              captures                         RankReady
-    writes each step            runs it, and where it is compared tells its tokens  Said
+    writes each step            runs it, and where it is compared tells its tokens  RankSaid
     closes its bell             ends
 
 Whoever ends early tells why (RankFailed), or leaves an exit code; then all end.
@@ -51,7 +51,7 @@ from paceline.llm.rank_words import (
     Planned,
     RankFailed,
     RankReady,
-    Said,
+    RankSaid,
     Started,
     Told,
     difference,
@@ -65,7 +65,7 @@ from paceline.runner.outputs_ring import LaunchedStep
 from paceline.runner.shared_memory import BoxShape, FrameWriter, SharedMemory
 from paceline.runner.step_frames import encode_step
 
-_T = TypeVar("_T", Started, Planned, Loaded, RankReady, Said)
+_T = TypeVar("_T", Started, Planned, Loaded, RankReady, RankSaid)
 _R = TypeVar("_R")
 _LOOK_S = 0.1  # from look to look at a rank that is waited for
 
@@ -175,7 +175,7 @@ class Ranks:
         if not is_compared(step, self._compare_every):
             return
         ours = said(outputs)
-        for rank, theirs in enumerate(self._hear(Said), start=1):
+        for rank, theirs in enumerate(self._hear(RankSaid), start=1):
             if theirs != ours:
                 raise PacelineError.about(
                     f"what rank {rank} of the model says",
