@@ -17,7 +17,7 @@ import datetime
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from paceline.attention.expanded import ExpandedPlan, expanded_plan
 from paceline.attention.measurements import Measurement, merged, parse_table, write_table
 from paceline.attention.ragged.contract import RaggedConfig, RaggedLimits
 from paceline.attention.ragged.own import OWN
-from paceline.attention.ragged.registry import AUTO_ORDER, load_ragged
+from paceline.attention.ragged.registry import AUTO_ORDER, layer_shape, load_ragged
 from paceline.attention.registry import load_backend
 from paceline.bench.backends import TIMED_VERSIONS
 from paceline.bench.interleaved import time_interleaved
@@ -282,16 +282,7 @@ def expanded(work: Work, name: str) -> Run:
     expansion = expansion_of(work.step, least=2, most_rows=PIECE_ROWS)
     assert expansion is not None, "steps of prompts are expanded"
     backend, case = load_ragged(name), work.case
-    facts = local_device()
-    wanted = RaggedConfig(
-        device_type=facts.device_type,
-        cuda_arch=facts.cuda_arch,
-        dtype=torch.bfloat16,
-        num_heads=case.heads,
-        head_dim=NOPE + ROPE,
-        v_head_dim=V_DIM,
-    )
-    reasons = backend.unsupported_reasons(wanted)
+    reasons = backend.unsupported_reasons(asked_of(case.heads))
     if reasons:
         raise BackendUnsupported(name, reasons)
     buffers = backend.make_buffers(
@@ -453,6 +444,19 @@ def cases_of(heads: str, cases: str) -> list[Case]:
     return found
 
 
+def asked_of(heads: int) -> RaggedConfig:
+    """What layers of so many heads ask of a ragged backend on this machine."""
+    facts = local_device()
+    return RaggedConfig(
+        device_type=facts.device_type,
+        cuda_arch=facts.cuda_arch,
+        dtype=torch.bfloat16,
+        num_heads=heads,
+        head_dim=NOPE + ROPE,
+        v_head_dim=V_DIM,
+    )
+
+
 def save(path: Path, rows: Sequence[dict[str, Any]], gpu: str) -> None:
     """Add what ragged backends took, as `choose_ragged` reads it."""
     known = parse_table(path.read_text(), source=str(path)) if path.exists() else ()
@@ -463,12 +467,7 @@ def save(path: Path, rows: Sequence[dict[str, Any]], gpu: str) -> None:
             batch_size=row["requests"],
             kv_len=row["tokens"] + row["prefix"],
             extend_len=row["tokens"],
-            num_heads=row["heads"],
-            num_kv_heads=row["heads"],
-            head_dim=NOPE + ROPE,
-            page_size=1,
-            dtype="bfloat16",
-            kv_dtype="bfloat16",
+            **asdict(layer_shape(asked_of(row["heads"]))),
             backend=name[len(BY) :],
             us=round(us, 3),
             error=round(row["error"][name], 4),

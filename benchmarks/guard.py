@@ -22,12 +22,8 @@ from paceline.cache.pool import KVFormat
 from paceline.core.errors import GraphGuardError
 from paceline.core.events import EventLog
 from paceline.core.model.cache_groups import cache_group_specs
-from paceline.core.model.config import (
-    Heads,
-    LayerSpec,
-    ModelConfig,
-    RopeConfig,
-)
+from paceline.core.model.config import Heads, LayerSpec, ModelConfig
+from paceline.core.model.rope import RopeConfig
 from paceline.core.parallel import Parallel
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import JoinDelta, PageDelta, Step, StepLayout

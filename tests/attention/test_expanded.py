@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionSpec, LayerCache
 from paceline.attention.expanded import attend_expanded, expanded_plan
+from paceline.attention.ragged.contract import RaggedLimits
 from paceline.attention.ragged.own import OWN, OwnRagged
 from paceline.core.expansion import Expansion, prefix_pieces, whole_step
 from paceline.core.modes import MaskKind
@@ -18,6 +19,17 @@ RANK, ROPE, NOPE, V_DIM, HEADS, PAGE, PIECE = 24, 8, 12, 20, 3, 4, 9
 SCALE = 0.3
 # Of one decode and four prompts, of which one has no prefix, and one ends with the first piece.
 PREFIXES, EXTENDS = (7, 0, 1, 3, 11), (1, 5, 2, 1, 6)
+LIMITS = RaggedLimits(
+    device=torch.device("cpu"),
+    dtype=torch.float32,
+    max_reqs=len(EXTENDS),
+    max_tokens=sum(EXTENDS),
+    max_pieces=2,
+    num_heads=HEADS,
+    head_dim=NOPE + ROPE,
+    v_head_dim=V_DIM,
+    scale=SCALE,
+)
 
 
 def ints(*values: int) -> Tensor:
@@ -100,7 +112,7 @@ def test_parts_are_one_softmax_over_what_is_cached(dtype: torch.dtype, bound: in
         pieces=prefix_pieces(believed, PIECE),
     )
     assert len(expansion.pieces) > 1
-    plan = expanded_plan(view, expansion, OWN, None)
+    plan = expanded_plan(view, expansion, OWN, LIMITS)
 
     def expand(latents: Tensor) -> tuple[Tensor, Tensor]:
         sides = torch.einsum("tr,hnr->thn", latents, torch.cat((keys, values), 1).to(dtype))
@@ -132,5 +144,5 @@ class ByHost(OwnRagged):
 
 def test_padded_rows_have_none_of_a_piece_that_the_host_planned() -> None:
     view, _ = make_step(torch.float32)
-    plan = expanded_plan(view, whole_step(PIECE, 2), ByHost(), None)
+    plan = expanded_plan(view, whole_step(PIECE, 2), ByHost(), LIMITS)
     assert [piece.starts.tolist() for piece in plan.pieces] == [[0] + [PIECE] * len(PREFIXES)] * 2

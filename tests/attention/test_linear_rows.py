@@ -98,7 +98,7 @@ def test_decodes_of_few_requests_derive_nothing(monkeypatch: pytest.MonkeyPatch)
         return backend.plan(*step_of(lens, longest=lens[0]), is_round=is_round)
 
     found = plan([1, 1])
-    assert isinstance(found, triton_backend.StepPlan)
+    assert isinstance(found, triton_backend.DecodePlan)
     assert found.shape == SHAPE
     assert isinstance(plan([1, 1, 1]), LinearPlan)
     assert isinstance(plan([2, 2]), LinearPlan)

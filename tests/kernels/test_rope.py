@@ -11,7 +11,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from paceline.core.errors import ModelError
-from paceline.core.model.config import RopeConfig
+from paceline.core.model.rope import RopeConfig
 from paceline.kernels.rope import rope_reference
 from paceline.layers.rope import rope_table
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
-from paceline.core.model.config import RopeConfig
+from paceline.core.model.rope import RopeConfig
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import (
     HeadNorms,

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from paceline.core.model.config import RopeConfig, RopeKind
+from paceline.core.model.rope import RopeConfig, RopeKind
 from paceline.layers.rope import rope_attention_factor, rope_frequencies, rope_table
 from paceline.models.config_rope import read_rope
 from paceline.models.fields import Fields

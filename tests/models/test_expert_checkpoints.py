@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.errors import ModelError, WeightsError
-from paceline.core.model.config import RopeKind
+from paceline.core.model.rope import RopeKind
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config

@@ -13,12 +13,8 @@ from tiny_runner import FAMILIES, Driver, TinyModel, random_prompts
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from paceline.core.model.cache_groups import cache_group_specs
-from paceline.core.model.config import (
-    Heads,
-    LayerSpec,
-    ModelConfig,
-    RopeConfig,
-)
+from paceline.core.model.config import Heads, LayerSpec, ModelConfig
+from paceline.core.model.rope import RopeConfig
 from paceline.core.parallel import Parallel
 from paceline.models.config import parse_config
 from paceline.models.prenorm import build_prenorm

@@ -11,15 +11,9 @@ import torch
 import transformers
 
 from paceline.core.errors import ModelError
-from paceline.core.model.config import (
-    Heads,
-    ModelConfig,
-    NormKind,
-    QKNorm,
-    QueryGrowth,
-    RopeKind,
-)
+from paceline.core.model.config import Heads, ModelConfig, NormKind, QKNorm, QueryGrowth
 from paceline.core.model.lookback import Chunk
+from paceline.core.model.rope import RopeKind
 from paceline.layers.rope import rope_frequencies
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names

@@ -12,15 +12,9 @@ from fake_context import FakeContext
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.core.model.config import (
-    GateOrder,
-    ModelConfig,
-    MoEConfig,
-    QKNorm,
-    RopeConfig,
-    RopeKind,
-)
+from paceline.core.model.config import GateOrder, ModelConfig, MoEConfig, QKNorm
 from paceline.core.model.lookback import Chunk, Lookback, most_visible
+from paceline.core.model.rope import RopeConfig, RopeKind
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config

@@ -112,9 +112,7 @@ def attend_expanded(
         else:
             of_all = rows[:, rank:].unsqueeze(1).expand(-1, keys.shape[1], -1)
             keys = torch.cat((keys, of_all), 2)
-        return backend.attend(
-            queries, keys, values, shared, part, scale=layer.spec.scale, out_dtype=wide
-        )
+        return backend.attend(queries, keys, values, shared, part, out_dtype=wide)
 
     out, lse = attend(rows, plan.own)
     out = out.to(wide)

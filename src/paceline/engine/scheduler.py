@@ -150,7 +150,7 @@ class Scheduler:
             self._require_progress()
             return None
         if not self._config.whole_prompts:
-            plan.end_on_size(self._config.padded_tokens, is_last=not self.num_waiting)
+            plan.end_on_size(self._config.padded_tokens, is_last=not self._roster.waiting)
         if self._cache.has_states:
             self._plan_slots(plan, epoch)
         rows = plan.rows.values()
@@ -167,10 +167,10 @@ class Scheduler:
         if self._overlay is not None:
             self._overlay.retire(outputs.epoch)
         updates: list[RequestUpdate] = []
-        num_forms = 0
-        if self._roster.num_needy:
+        share = 0
+        if self._roster.num_needy:  # others have no grammar
             num_forms = sum(row.request.constraint is not None for row in rows)
-        share = self._config.mask_share(num_forms)  # in the step after, of as many
+            share = self._config.mask_share(num_forms)  # in the step after, of as many
         for index, row in enumerate(rows):
             update = self._receive(row, outputs, index, share)
             if update is not None:
@@ -212,7 +212,8 @@ class Scheduler:
             chunk = self._admissions.chunk(plan, request)
             if chunk > 0 and request.state is RequestState.RUNNING:
                 self._plan_row(plan, request, chunk, max(chunk, plan.draft.reach))
-        self._admissions.plan(plan)
+        if self._roster.waiting:
+            self._admissions.plan(plan)
 
     def _plan_slots(self, plan: StepPlan, epoch: int) -> None:
         """Say of each row, once its tokens are settled, which slots of states change."""

@@ -233,16 +233,18 @@ class StepPlan:
         """The frozen step.  is_crowded: many admitted requests found the same prefix.  has_prefill:
         some row computes known tokens."""
         rows, is_round = list(self.rows.values()), self.draft.has_drafts
+        extend_lens = tuple([row.extend_len for row in rows])
+        emits = tuple([row.emits for row in rows])
         # A last prompt chunk of one token is computed as a decode step is.
-        is_decode = all(row.extend_len == 1 and row.emits for row in rows)
+        is_decode = max(extend_lens) == 1 and all(emits)
         sees_ahead = has_prefill and any(row.is_prefill and row.sees_ahead for row in rows)
         emitting = [row.request for row in rows if row.emits]
         return Step(
             epoch=epoch,
             layout=StepLayout(
                 rows=tuple([_row_of(row.request) for row in rows]),
-                extend_lens=tuple([row.extend_len for row in rows]),
-                emits=tuple([row.emits for row in rows]),
+                extend_lens=extend_lens,
+                emits=emits,
             ),
             is_ragged=not (is_round or is_decode),
             mask=MaskKind.BLOCK if sees_ahead else self.draft.mask,
@@ -251,7 +253,7 @@ class StepPlan:
             sampler=max([request.tier for request in emitting], default=SamplerTier.GREEDY),
             logprobs=any(request.params.logprobs is not None for request in emitting),
             deltas=tuple([delta for row in rows for delta in row.deltas]),
-            prompt_spans=tuple(self._prompt_spans()),
+            prompt_spans=tuple(self._prompt_spans()) if has_prefill else (),
             observed=self.observed,
             tells_drafts=self._asked() if is_round else (),
             shares_prefix=is_crowded and is_decode and not is_round,

@@ -55,9 +55,19 @@ def add_rms_norm_reference(
 
 
 def bind_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, unit_offset: bool, wide: bool, out: Tensor
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    unit_offset: bool,
+    wide: bool,
+    out: Tensor,
+    *,
+    addend: Tensor | None = None,
 ) -> Run:
-    """The CPU's kernel, in few operators, of which each costs more than the arithmetic of a row."""
+    """The CPU's kernel, in few operators, of which each costs more than the arithmetic of a row.
+
+    addend: as x, which it is added to in place before; None: nothing is.
+    """
     row = x if x.dtype == torch.float32 else torch.empty(x.shape, dtype=torch.float32)
     norm = row.new_empty(*x.shape[:-1], 1)
     share = 1.0 / x.shape[-1]
@@ -65,6 +75,8 @@ def bind_rms_norm(
     normed = row if in_float32 and row is not x else out
 
     def run() -> None:
+        if addend is not None:
+            x.add_(addend)
         if row is not x:
             row.copy_(x)
         torch.linalg.vector_norm(row, dim=-1, keepdim=True, out=norm)
@@ -91,13 +103,7 @@ def _bind_add_rms_norm(
     wide: bool,
     out: Tensor,
 ) -> Run:
-    normalise = bind_rms_norm(residual, weight, eps, unit_offset, wide, out)
-
-    def run() -> None:
-        residual.add_(x)
-        normalise()
-
-    return run
+    return bind_rms_norm(residual, weight, eps, unit_offset, wide, out, addend=x)
 
 
 def _rms_norm_cuda(

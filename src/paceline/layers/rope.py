@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.core.model.config import RopeConfig, RopeKind, yarn_mscale
+from paceline.core.model.rope import RopeConfig, RopeKind, yarn_mscale
 
 
 def rope_table(

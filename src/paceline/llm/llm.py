@@ -7,7 +7,6 @@ print(llm.generate("def fibonacci(n):", SamplingParams(temperature=0.0))[0].outp
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -15,13 +14,12 @@ from paceline.core.errors import ConfigError, PacelineError, RequestError
 from paceline.core.model.config import IDENTITY
 from paceline.core.modes import End
 from paceline.core.options.engine_options import known
-from paceline.core.progress import Progress
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.answers.outputs import RequestOutput
 from paceline.engine.answers.stream import OutputStream
 from paceline.engine.answers.tracker import Tracker
 from paceline.engine.engine import Engine
-from paceline.llm.admission import Admission, AdmittedPrompt, indexed, require_admitted
+from paceline.llm.admission import Admission, AdmittedPrompt
 from paceline.llm.boot import Booted, Knobs, boot
 from paceline.llm.ends.labels import PairScore, pair_scores
 from paceline.llm.ends.pairs import pair_prompts
@@ -36,6 +34,7 @@ from paceline.llm.ends.scores import (
 from paceline.llm.ends.vectors import EmbeddingOutput, VectorParams, embeddings
 from paceline.llm.inputs import Grammars, Ids, Params, Prompt, as_batch, as_conversations
 from paceline.llm.prepare import Prepared, prepare
+from paceline.llm.requests import Requests, abort_all, finish
 from paceline.llm.teacher import Teacher, idle_teacher
 from paceline.plan.machine import release_memory
 from paceline.plan.memory.budget_table import compare
@@ -68,7 +67,7 @@ class LLM:
         else:
             prepared = prepare(options if model is None else {"model": model, **options})
         self._booted: Booted | None = boot(prepared, knobs=knobs)
-        self._num_requests = 0
+        self._requests = Requests(prepared.options.seed)
 
     @overload
     def generate(
@@ -129,7 +128,12 @@ class LLM:
             raise RequestError.about(
                 "use_tqdm", expected="left out of a stream", got="True", remedy=remedy
             )
-        queued = self._queue(prompts, sampling_params, grammar, return_errors=return_errors)
+        queued: Sequence[Tracker | RequestOutput]
+        if return_errors:
+            admitted = self.admission.admit_each(prompts, sampling_params, grammar)
+            queued = self._requests.add_each(self._live.engine, admitted)
+        else:
+            queued = self.submit(prompts, sampling_params, grammar)
         if stream:
             return OutputStream(
                 [each for each in queued if isinstance(each, Tracker)],
@@ -137,7 +141,7 @@ class LLM:
                 abort=self._abort_all,
                 refused=[each for each in queued if isinstance(each, RequestOutput)],
             )
-        return self._finish(queued, shown=use_tqdm)
+        return finish(self._live.engine, queued, shown=use_tqdm)
 
     @overload
     def chat(
@@ -208,7 +212,7 @@ class LLM:
         is sampled.  Raises RequestError.
         """
         admitted = scored_prompts(self.admission, prompts, completions)
-        return completion_scores(self._finish(self.enqueue(admitted), shown=use_tqdm))
+        return completion_scores(finish(self._live.engine, self.enqueue(admitted), shown=use_tqdm))
 
     def embed(
         self,
@@ -276,7 +280,7 @@ class LLM:
         prompts = label_prompts(
             self.admission, query, items, label_token_ids, item_first=item_first
         )
-        outputs = self._finish(self.enqueue(prompts), shown=False)
+        outputs = finish(self._live.engine, self.enqueue(prompts), shown=False)
         return label_scores(outputs, len(label_token_ids), apply_softmax=apply_softmax)
 
     def abort(self, request_id: str) -> bool:
@@ -373,112 +377,21 @@ class LLM:
         """Queue what was admitted, all or nothing.  Raises RequestError for what could never run to
         its end.
         """
-        trackers: list[Tracker] = []
-        try:
-            for index, each in enumerate(admitted):
-                trackers.append(self._add_indexed(each, index, len(admitted)))
-        except RequestError:
-            self._abort_all(trackers)
-            raise
-        return trackers
-
-    def _queue(
-        self,
-        prompts: Prompts,
-        params: ParamsOfEach | None,
-        grammar: Grammars,
-        *,
-        return_errors: bool,
-    ) -> list[Tracker | RequestOutput]:
-        """A tracker per prompt; with return_errors the output of one that was refused."""
-        if not return_errors:
-            return [*self.submit(prompts, params, grammar)]
-        admitted = [*self.admission.admit_each(prompts, params, grammar)]
-        return [self._add_or_refuse(each) for each in admitted]
-
-    def _add_or_refuse(self, admitted: AdmittedPrompt | RequestError) -> Tracker | RequestOutput:
-        name = self._next_id()
-        try:
-            return self._add(name, require_admitted(admitted))
-        except RequestError as error:
-            return RequestOutput.refused(name, str(error))
-
-    def _add_indexed(self, admitted: AdmittedPrompt, index: int, count: int) -> Tracker:
-        try:
-            return self._add(self._next_id(), admitted)
-        except RequestError as error:
-            raise indexed(error, index, count) from error
-
-    def _add(self, name: str, admitted: AdmittedPrompt) -> Tracker:
-        params = admitted.params
-        if params.seed is None:
-            params = replace(params, seed=self._seed())
-        return self._live.engine.add(
-            name,
-            admitted.token_ids,
-            params,
-            prompt=admitted.prompt,
-            constraint=admitted.constraint,
-            input_rows=admitted.input_rows,
-            encoder=admitted.encoder,
-            share=admitted.share,
-            blocks=admitted.blocks,
-            end=admitted.end,
-            score_from=admitted.score_from,
-            second_from=admitted.second_from,
-        )
-
-    def _next_id(self) -> str:
-        self._num_requests += 1
-        return f"request-{self._num_requests - 1}"
+        return self._requests.add_all(self._live.engine, admitted)
 
     def _pool(
         self, admitted: Iterable[AdmittedPrompt], count: int, *, shown: bool | None
     ) -> list[RequestOutput]:
-        """Run prompts of which nothing is generated, `count` of them, each step as soon as they
-        fill it.  Raises RequestError, and what `admitted` raises; nothing is left running then."""
         options = self.prepared.options
-        most_tokens, most = known(options.max_num_batched_tokens), known(options.max_num_seqs)
-        trackers: list[Tracker] = []
-        num_tokens = first = 0  # of the next step; its first prompt
-        try:
-            for index, each in enumerate(admitted):
-                trackers.append(self._add_indexed(each, index, count))
-                num_tokens += len(each.token_ids)
-                if num_tokens >= most_tokens or len(trackers) - first >= most:
-                    self._live.engine.step()
-                    num_tokens, first = 0, len(trackers)
-        except BaseException:
-            self._abort_all(trackers)
-            raise
-        return self._finish(trackers, shown=shown)
-
-    def _finish(
-        self, queued: Sequence[Tracker | RequestOutput], *, shown: bool | None
-    ) -> list[RequestOutput]:
-        """Run them to their end."""
-        trackers = [each for each in queued if isinstance(each, Tracker)]
-        outputs = {each: each.snapshot() for each in trackers if each.is_finished}
-        left = set(trackers) - outputs.keys()
-        try:
-            with Progress("prompts", len(trackers), unit="prompt", shown=shown) as bar:
-                bar.advance(len(outputs))
-                while left and self._live.engine.has_work:
-                    grown = self._live.engine.step()
-                    done = left.intersection(each for each in grown if each.is_finished)
-                    left -= done
-                    outputs |= {each: each.snapshot() for each in done}  # while the next step runs
-                    bar.advance(len(done))
-        finally:
-            self._abort_all(trackers)
-        outputs |= {each: each.snapshot() for each in left}
-        return [outputs[each] if isinstance(each, Tracker) else each for each in queued]
+        return self._requests.run_filling(
+            self._live.engine,
+            admitted,
+            count,
+            most_tokens=known(options.max_num_batched_tokens),
+            most=known(options.max_num_seqs),
+            shown=shown,
+        )
 
     def _abort_all(self, requests: Sequence[Tracker | RequestOutput]) -> None:
-        for each in requests:
-            if self._booted is not None and isinstance(each, Tracker):
-                self._booted.engine.abort(each.request.request_id)
-
-    def _seed(self) -> int:
-        """A seed of its own for each request that brings none; repeatable for an engine."""
-        return (self.prepared.options.seed + self._num_requests) % 2**63
+        if self._booted is not None:
+            abort_all(self._booted.engine, requests)

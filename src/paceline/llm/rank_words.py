@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.frames import receive, send
-from paceline.core.step import Step, StepOutputs
+from paceline.core.step import FinishCode, Step, StepOutputs
 from paceline.runner.recording.graphs import CapturePolicy
 
 
@@ -45,7 +45,7 @@ class Agreed(Struct, frozen=True, kw_only=True):
     staging_depth: int
 
 
-class Said(Struct, frozen=True, kw_only=True, tag=5):
+class RankSaid(Struct, frozen=True, kw_only=True, tag=5):
     """What came of a step that ranks compare."""
 
     epoch: int
@@ -53,16 +53,30 @@ class Said(Struct, frozen=True, kw_only=True, tag=5):
     finish: tuple[int, ...]  # [num_reqs] FinishCode
 
 
-Told = Started | Planned | Loaded | RankReady | RankFailed | Said
+Told = Started | Planned | Loaded | RankReady | RankFailed | RankSaid
 
 
-def said(outputs: StepOutputs) -> Said:
+def said(outputs: StepOutputs) -> RankSaid:
     """Of one rank."""
-    return Said(
+    return RankSaid(
         epoch=outputs.epoch,
         token_ids=outputs.token_ids,
         finish=tuple(int(code) for code in outputs.finish),
     )
+
+
+def difference(ours: RankSaid, theirs: RankSaid) -> str:
+    """The first row of which they say something else, in words."""
+    assert theirs.epoch == ours.epoch, "each rank tells of each step that is compared, in order"
+    pairs = zip(ours.token_ids, ours.finish, strict=True)
+    others = zip(theirs.token_ids, theirs.finish, strict=True)
+    row, (mine, other) = next(
+        (row, both)
+        for row, both in enumerate(zip(pairs, others, strict=True))
+        if both[0] != both[1]
+    )
+    words = [f"tokens {list(ids)} with {FinishCode(code).name}" for ids, code in (other, mine)]
+    return f"{words[0]}, not {words[1]}, of row {row}"
 
 
 def is_compared(step: Step, every: int | None) -> bool:

@@ -10,7 +10,7 @@ compared; what they compute together meets in the exchange.
                                 plans its part                   Planned
     compares, agrees on pages   loads                            Loaded
     has loaded too              captures                         RankReady
-    writes each step            runs it, and where it is compared tells its tokens  Said
+    writes each step            runs it, and where it is compared tells its tokens  RankSaid
     closes its bell             ends
 
 Whoever ends early tells why (RankFailed), or leaves an exit code; then all end.
@@ -31,8 +31,7 @@ import msgspec
 import torch
 
 from paceline.core.errors import PacelineError, message
-from paceline.core.events import Event
-from paceline.core.step import FinishCode, Step, StepOutputs, StepRun
+from paceline.core.step import Step, StepOutputs, StepRun
 from paceline.kernels.all_reduce import GONE, WAIT_S, Exchange
 from paceline.kernels.peer_memory import PeerMemory
 from paceline.llm.boot import Knobs, planned_pages
@@ -52,9 +51,10 @@ from paceline.llm.rank_words import (
     Planned,
     RankFailed,
     RankReady,
-    Said,
+    RankSaid,
     Started,
     Told,
+    difference,
     hear,
     is_compared,
     said,
@@ -65,7 +65,7 @@ from paceline.runner.outputs_ring import LaunchedStep
 from paceline.runner.shared_memory import BoxShape, FrameWriter, SharedMemory
 from paceline.runner.step_frames import encode_step
 
-_T = TypeVar("_T", Started, Planned, Loaded, RankReady, Said)
+_T = TypeVar("_T", Started, Planned, Loaded, RankReady, RankSaid)
 _R = TypeVar("_R")
 _LOOK_S = 0.1  # from look to look at a rank that is waited for
 
@@ -80,7 +80,6 @@ class Ranks:
         ranks = prepared.parallel.size
         self._peers = None if first is None else PeerMemory(0, ranks, dtype=prepared.dtype)
         self._compare_every = options.compare_ranks_every
-        self._notify = prepared.events
         self._exchange: Exchange | None = None  # of the leader, once all have told their boxes
         shape = BoxShape(
             ranks=ranks, capacity=capacity if first is None else 0, dtype=prepared.dtype
@@ -176,18 +175,15 @@ class Ranks:
         if not is_compared(step, self._compare_every):
             return
         ours = said(outputs)
-        for rank, theirs in enumerate(self._hear(Said), start=1):
-            if theirs == ours:
-                continue
-            detail = f"{_difference(ours, theirs)} in step {step.epoch}"
-            self._notify(Event("ranks_differ", f"rank {rank}: {detail}"))
-            raise PacelineError.about(
-                f"what rank {rank} of the model says",
-                expected="the leader's, bit for bit",
-                got=detail,
-                remedy="its memory, its link or a kernel is at fault: answers since the step that "
-                "agreed last are wrong; load the model again, and report the step",
-            )
+        for rank, theirs in enumerate(self._hear(RankSaid), start=1):
+            if theirs != ours:
+                raise PacelineError.about(
+                    f"what rank {rank} of the model says",
+                    expected="the leader's, bit for bit",
+                    got=f"{difference(ours, theirs)} in step {step.epoch}",
+                    remedy="its memory, its link or a kernel is at fault: answers since the step "
+                    "that agreed last are wrong; load the model again, and report the step",
+                )
 
     def require_running(self) -> None:
         """Raise PacelineError when one has ended, with its message."""
@@ -383,20 +379,6 @@ def _start(setup: RankSetup) -> "subprocess.Popen[bytes]":
     assert process.stdin is not None, "a pipe"
     os.set_blocking(process.stdin.fileno(), False)
     return process
-
-
-def _difference(ours: Said, theirs: Said) -> str:
-    """The first of them, in words."""
-    assert theirs.epoch == ours.epoch, "each rank tells of each step that is compared, in order"
-    pairs = zip(ours.token_ids, ours.finish, strict=True)
-    others = zip(theirs.token_ids, theirs.finish, strict=True)
-    row, (mine, other) = next(
-        (row, both)
-        for row, both in enumerate(zip(pairs, others, strict=True))
-        if both[0] != both[1]
-    )
-    words = [f"tokens {list(ids)} with {FinishCode(code).name}" for ids, code in (other, mine)]
-    return f"{words[0]}, not {words[1]}, of row {row}"
 
 
 def _how(code: int) -> str:

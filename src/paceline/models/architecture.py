@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.core.model.config import HeadStage, ModelConfig
+from paceline.core.model.config import ModelConfig
+from paceline.core.model.encoder import HeadStage
 from paceline.core.modes import Pooling
 from paceline.models.fields import Fields
 

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.model.config import EncoderInputConfig, ModelConfig
+from paceline.core.model.config import ModelConfig
+from paceline.core.model.encoder import EncoderInputConfig
 from paceline.core.parallel import ALONE, whole
 from paceline.kernels.ragged_attention import ragged_attention
 from paceline.layers.layer_norm import LayerNorm

@@ -3,7 +3,7 @@
 import re
 
 from paceline.core.errors import WeightsError
-from paceline.core.model.config import HeadStage
+from paceline.core.model.encoder import HeadStage
 from paceline.models.architecture import Architecture
 from paceline.models.kv_scales import is_cache_scale
 

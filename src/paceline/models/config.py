@@ -9,7 +9,8 @@ from typing import Any
 
 from paceline.core.dtypes import DTYPES
 from paceline.core.errors import ModelError
-from paceline.core.model.config import ModelConfig, RopeKind
+from paceline.core.model.config import ModelConfig
+from paceline.core.model.rope import RopeKind
 from paceline.models.config_layers import with_layers
 from paceline.models.fields import Fields
 from paceline.models.quantized.config import read_quantization

@@ -2,14 +2,8 @@
 
 from typing import Any
 
-from paceline.core.model.config import (
-    HIDDEN_ACTS,
-    EncoderConfig,
-    Heads,
-    HeadStage,
-    LayerSpec,
-    ModelConfig,
-)
+from paceline.core.model.config import HIDDEN_ACTS, Heads, LayerSpec, ModelConfig
+from paceline.core.model.encoder import EncoderConfig, HeadStage
 from paceline.core.modes import POOLS, Pooling
 from paceline.models.architecture import COMPUTED, Architecture, Classifier
 from paceline.models.fields import Fields

@@ -3,14 +3,8 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.model.config import (
-    HIDDEN_ACTS,
-    ExpertChoice,
-    LatentConfig,
-    MoEConfig,
-    RopeConfig,
-    yarn_mscale,
-)
+from paceline.core.model.config import HIDDEN_ACTS, ExpertChoice, LatentConfig, MoEConfig
+from paceline.core.model.rope import RopeConfig, yarn_mscale
 from paceline.models.architecture import prenorm
 from paceline.models.config_moe import SILU
 from paceline.models.config_prenorm import attention_biases

@@ -3,8 +3,9 @@
 from inspect import signature
 from typing import Any
 
-from paceline.core.model.config import Heads, LayerSpec, RopeConfig
+from paceline.core.model.config import Heads, LayerSpec
 from paceline.core.model.lookback import Lookback
+from paceline.core.model.rope import RopeConfig
 
 
 def with_layers(shared: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from paceline.core.model.config import HIDDEN_ACTS, RopeConfig
+from paceline.core.model.config import HIDDEN_ACTS
+from paceline.core.model.rope import RopeConfig
 from paceline.models.config_rope import context_limit, read_rope
 from paceline.models.config_windows import read_windows
 from paceline.models.fields import Fields

@@ -9,7 +9,7 @@ Phi-3 has called longrope "su" and "yarn" too.
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.core.model.config import RopeConfig, RopeKind
+from paceline.core.model.rope import RopeConfig, RopeKind
 from paceline.models.fields import Fields
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

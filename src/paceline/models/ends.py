@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.core.errors import ModelError
-from paceline.core.model.config import HeadStage, ModelConfig
+from paceline.core.model.config import ModelConfig
+from paceline.core.model.encoder import HeadStage
 from paceline.core.modes import POOLS, End, Pooling
 from paceline.models.classifier import classifying, is_classifier
 from paceline.models.fields import Fields

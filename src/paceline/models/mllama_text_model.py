@@ -6,7 +6,8 @@ as the projector behind it makes them (transformers' `cross_attention_states`).
 from dataclasses import replace
 from typing import Any
 
-from paceline.core.model.config import EncoderInputConfig, ModelConfig
+from paceline.core.model.config import ModelConfig
+from paceline.core.model.encoder import EncoderInputConfig
 from paceline.models.architecture import COMPUTED, Architecture
 from paceline.models.config_layers import with_layers
 from paceline.models.config_prenorm import read_prenorm

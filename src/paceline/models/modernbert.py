@@ -3,15 +3,8 @@ of three layers see their neighbours alone; of heads a classifier's is read."""
 
 from typing import Any
 
-from paceline.core.model.config import (
-    HEAD_ACTS,
-    HIDDEN_ACTS,
-    EncoderConfig,
-    Heads,
-    HeadStage,
-    LayerSpec,
-    ModelConfig,
-)
+from paceline.core.model.config import HIDDEN_ACTS, Heads, LayerSpec, ModelConfig
+from paceline.core.model.encoder import HEAD_ACTS, EncoderConfig, HeadStage
 from paceline.core.modes import POOLS, Pooling
 from paceline.models.architecture import Architecture, Classifier
 from paceline.models.config_bert import UNUSED

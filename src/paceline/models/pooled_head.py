@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.model.config import HEAD_ACTS, HeadStage, ModelConfig
+from paceline.core.model.config import ModelConfig
+from paceline.core.model.encoder import HEAD_ACTS, HeadStage
 from paceline.layers.layer_norm import LayerNorm
 from paceline.layers.weights.parameter import Placement, empty_parameter
 from paceline.layers.weights.weight_format import Named, wholly

@@ -9,7 +9,6 @@ from paceline.attention.linear.shape import GDN, LinearShape
 from paceline.core.model.config import LayerSpec, ModelConfig, NormKind, QKNorm
 from paceline.models.architecture import Architecture
 from paceline.models.config_layers import with_layers
-from paceline.models.config_linear import linear_layers
 from paceline.models.config_prenorm import attention_biases, read_prenorm
 from paceline.models.config_qwen import read_experts
 from paceline.models.config_rope import read_partial_rope
@@ -18,6 +17,8 @@ from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
     from paceline.models.causal_lm import CausalLM
+
+ATTENDS, LINEAR = "full_attention", "linear_attention"
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     shape = _shape(fields)
     linear = LayerSpec(mixer=GDN, state=shape.parts)
     attending = with_layers(shared | {"layer_windows": uniform_windows(shared, None)})
-    layers = zip(attending["layers"], linear_layers(fields), strict=True)
+    layers = zip(attending["layers"], _linear_layers(fields), strict=True)
     return attending | {
         **attention_biases(fields),
         "layers": tuple(linear if is_linear else spec for spec, is_linear in layers),
@@ -37,6 +38,19 @@ def _read(fields: Fields) -> dict[str, Any]:
         "qk_norm": QKNorm.HEAD,
         "moe": experts,
     }
+
+
+def _linear_layers(fields: Fields) -> tuple[bool, ...]:
+    """[num_layers] which mix by linear attention: as layer_types says, or all but each
+    full_attention_interval-th."""
+    num = fields.integer("num_hidden_layers")
+    types = fields.get("layer_types")
+    if types is None:
+        every = fields.integer("full_attention_interval", 4)
+        return tuple((layer + 1) % every != 0 for layer in range(num))
+    if not isinstance(types, list) or len(types) != num or {*types} - {ATTENDS, LINEAR}:
+        fields.fail("layer_types", f"a list of {num} of {ATTENDS} and {LINEAR}", types)
+    return tuple(each == LINEAR for each in types)
 
 
 def _shape(fields: Fields) -> LinearShape:

@@ -5,7 +5,8 @@ A decoder's block is two layers of `ModelConfig`: one over its tokens, one over 
 
 from typing import Any
 
-from paceline.core.model.config import EncoderInputConfig, Heads, LayerSpec, ModelConfig
+from paceline.core.model.config import Heads, LayerSpec, ModelConfig
+from paceline.core.model.encoder import EncoderInputConfig
 from paceline.models.architecture import COMPUTED, Architecture
 from paceline.models.fields import Fields
 

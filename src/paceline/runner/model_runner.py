@@ -130,9 +130,9 @@ class ModelRunner:
                 copies += buffers.fill_given(step.given, size, slot, has_tree=has_tree)
         if copies:
             self._stream.run(lambda: _execute(copies))
-        for joining in [delta for delta in step.deltas if isinstance(delta, JoinDelta)]:
-            if joining.encoder is not None:
-                self._stream.run(partial(self._write_encoder, joining.row, joining.encoder))
+        for delta in step.deltas:
+            if isinstance(delta, JoinDelta) and delta.encoder is not None:
+                self._stream.run(partial(self._write_encoder, delta.row, delta.encoder))
         if graph is not None:
             assert key is not None
             self._queue(step, size, graph.replay, self._captured.get(key))

@@ -67,7 +67,7 @@ def operands(keys: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(backend: RaggedBackend, part: RaggedPart) -> tuple[Tensor, Tensor]:
-    how: dict[str, Any] = {"scale": SCALE, "out_dtype": torch.bfloat16}
+    how: dict[str, Any] = {"out_dtype": torch.bfloat16}
     plan = backend.plan(part, backend.make_buffers(LIMITS))
     return backend.attend(*operands(int(part.cu_k[-1])), None, plan, **how)
 
@@ -87,7 +87,7 @@ def test_libraries_say_what_our_definition_does(backend) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_no_request_takes_values_of_another_or_hides_its_own(backend, bad) -> None:
     """Of V alone, whose rows a tile of the request before it holds; neither do rows behind all."""
-    part, how = part_of(LENS_K, causal=False), {"scale": SCALE, "out_dtype": torch.bfloat16}
+    part, how = part_of(LENS_K, causal=False), {"out_dtype": torch.bfloat16}
     plan = backend.plan(part, backend.make_buffers(LIMITS))
     q, k, v = operands(12)
     wanted, _ = backend.attend(q, k, v.clone(), None, plan, **how)
@@ -127,7 +127,7 @@ def test_lengths_that_the_libraries_would_believe_are_refused(backend, change, t
     part = replace(part_of(LENS_K, causal=False), **{"k_lens": (7, 7, 7)} | change)
     plan = backend.plan(part, backend.make_buffers(LIMITS))
     with pytest.raises(KernelArgumentError, match=text):
-        backend.attend(*operands(11), None, plan, scale=SCALE, out_dtype=torch.bfloat16)
+        backend.attend(*operands(11), None, plan, out_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_operands_that_the_libraries_cannot_take_are_refused(backend, change, te
     plan = backend.plan(part, backend.make_buffers(LIMITS))
     given = change(*operands(11))
     with pytest.raises(KernelArgumentError, match=text):
-        backend.attend(*given, None, plan, scale=SCALE, out_dtype=torch.bfloat16)
+        backend.attend(*given, None, plan, out_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_what_flashinfer_would_read_elsewhere_is_refused(change, text) -> None:
     plan = FLASHINFER.plan(part_of(LENS_K, causal=False), FLASHINFER.make_buffers(LIMITS))
     given = change(*operands(11))
     with pytest.raises(KernelArgumentError, match=f"flashinfer {text}"):
-        FLASHINFER.attend(*given, None, plan, scale=SCALE, out_dtype=torch.bfloat16)
+        FLASHINFER.attend(*given, None, plan, out_dtype=torch.bfloat16)
 
 
 def test_parts_of_a_step_and_steps_behind_it_keep_their_plans() -> None:

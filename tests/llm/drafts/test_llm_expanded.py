@@ -20,7 +20,7 @@ import paceline.layers.attention
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend, Limits
 from paceline.attention.ragged.contract import RaggedLimits, RaggedPart
-from paceline.attention.ragged.own import OwnRagged
+from paceline.attention.ragged.own import OwnPlan, OwnRagged
 from paceline.cache.pool import KVFormat
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
@@ -60,18 +60,15 @@ class WholeRows(OwnRagged):
     name = "whole-rows"
     capabilities = replace(OwnRagged.capabilities, shared_columns=False, host_plan=True)
 
-    def make_buffers(self, limits: RaggedLimits) -> RaggedLimits:
-        return limits
-
-    def plan(self, part: RaggedPart, buffers: RaggedLimits) -> RaggedPart:
+    def plan(self, part: RaggedPart, buffers: RaggedLimits) -> OwnPlan:
         assert part.cu_q.diff().tolist() == list(part.q_lens)
         assert part.cu_k.diff().tolist() == list(part.k_lens)
         assert sum(part.q_lens) <= buffers.max_tokens >= sum(part.k_lens)
-        return part
+        return super().plan(part, buffers)
 
-    def attend(self, q: Any, k: Any, v: Any, *rest: Any, scale: float, **how: Any) -> Any:
+    def attend(self, q: Any, k: Any, v: Any, *rest: Any, **how: Any) -> Any:
         assert q.shape[2] == k.shape[2]
-        return super().attend(q, k, v, *rest, scale=scale, **how)
+        return super().attend(q, k, v, *rest, **how)
 
 
 ODD = {"chunked_prefill_size": 7, "max_num_batched_tokens": 19, "page_size": 1}

@@ -300,8 +300,6 @@ def test_a_rank_that_says_other_tokens_is_named_with_the_first_step_that_is_comp
             PacelineError, match=f"^what rank 1 of the model says must be .* got {differ}; its"
         ):
             made.generate(PROMPTS, GREEDY)
-        [event] = [each for each in made.report()["events"] if each["reason"] == "ranks_differ"]
-        assert re.fullmatch(f"rank 1: {differ}", event["detail"])
         assert_gone(pids)
 
 

@@ -95,6 +95,15 @@ def test_a_turn_that_hangs_is_told_before_its_file_is_written(monkeypatch):
     is_written.set()  # later than the turn: nobody hears of it
     time.sleep(0.1)
     assert told.empty()
+    watch.keep = lambda where: None
+    with serving(small_llm()) as server:
+        goes_on = threading.Event()
+        monkeypatch.setattr(server.host.followed, "make_ready", lambda: not goes_on.wait(20))
+        watch.turning_since = lambda: server.host.turning_since
+        httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=None)
+        assert told.get(timeout=10) == Stuck(phase=place)  # a capture, while nothing runs
+        goes_on.set()
+        assert told.get(timeout=10) == Stuck(phase=None)
     ours.close()
     assert left.wait(10)
     theirs.close()

@@ -5,7 +5,7 @@ from torch import Tensor
 from paceline.attention.linear.inputs import Mamba2Inputs
 from paceline.attention.linear.rows import LinearPlan
 from paceline.attention.linear.shape import MAMBA2
-from paceline.attention.linear.triton_backend import StepPlan, TritonLinear, extend_heads
+from paceline.attention.linear.triton_backend import DecodePlan, TritonLinear, extend_heads
 from paceline.attention.states import StateLayer
 from paceline.kernels.state_inputs import HeadChannels
 from paceline.kernels.state_rows import Rates
@@ -17,7 +17,7 @@ class TritonMamba2(TritonLinear[Mamba2Inputs]):
     kind = MAMBA2
 
     def extend(
-        self, inputs: Mamba2Inputs, layer: StateLayer, plan: LinearPlan | StepPlan
+        self, inputs: Mamba2Inputs, layer: StateLayer, plan: LinearPlan | DecodePlan
     ) -> Tensor:
         """[padded_tokens, value_heads, value_dim] in the dtype of the inputs."""
         shape = plan.shape

@@ -45,7 +45,7 @@ MOST_ROUND_ROWS = 64  # of a request, whose products with one another it holds t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepPlan:
+class DecodePlan:
     """Of a step of one row each that writes its slots: its taps are all in windows, and it sees
     itself, so nothing is derived."""
 
@@ -54,7 +54,7 @@ class StepPlan:
     arrived: Tensor  # [max_reqs, key_heads]  int32  all 0 between kernels
 
 
-class TritonLinear(StateBackend[LinearBuffers, LinearPlan | StepPlan, Inputs]):
+class TritonLinear(StateBackend[LinearBuffers, LinearPlan | DecodePlan, Inputs]):
     """A kind adds `kind` and `extend`.  Runs on CUDA, and on a CPU through Triton's interpreter
     (TRITON_INTERPRET=1), slowly."""
 
@@ -87,11 +87,11 @@ class TritonLinear(StateBackend[LinearBuffers, LinearPlan | StepPlan, Inputs]):
 
     def plan(
         self, view: StepView, group: GroupView, buffers: LinearBuffers, *, is_round: bool
-    ) -> LinearPlan | StepPlan:
+    ) -> LinearPlan | DecodePlan:
         shape, reqs = shape_of(buffers), view.padded_reqs
         is_step = not is_round and view.padded_tokens == reqs and view.max_extend_len == 1
         if is_step and reqs * shape.value_size <= MOST_STEP_VALUES:
-            return StepPlan(shape=shape, slots=group.page_table, arrived=buffers.arrived)
+            return DecodePlan(shape=shape, slots=group.page_table, arrived=buffers.arrived)
         return plan_rows(view, group, buffers, is_round=is_round)
 
     def commit(
@@ -124,7 +124,7 @@ def extend_heads(
     bias: Tensor | None,
     rates: Rates,
     layer: StateLayer,
-    plan: LinearPlan | StepPlan,
+    plan: LinearPlan | DecodePlan,
     *,
     channels: HeadChannels,
     eps: float | None,
@@ -136,7 +136,7 @@ def extend_heads(
     channels, eps, scale: as of `state_inputs`.  Writes the requests' slots, or keeps a round.
     """
     shape, tokens = plan.shape, rows.shape[0]
-    if isinstance(plan, StepPlan):
+    if isinstance(plan, DecodePlan):
         out = rows.new_empty((tokens, shape.value_heads, shape.value_dim))
         step = StepInputs(rows, weight, bias, layer.parts[CONV], plan.slots)
         state_step(

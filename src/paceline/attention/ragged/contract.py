@@ -109,7 +109,6 @@ class RaggedBackend(ABC, Generic[Buffers, Plan]):
         shared: SharedColumns | None,
         plan: Plan,
         *,
-        scale: float,
         out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """One layer: out [tokens, num_heads, v_head_dim], and lse [tokens, num_heads] float32
@@ -117,9 +116,9 @@ class RaggedBackend(ABC, Generic[Buffers, Plan]):
 
         q: [tokens, num_heads, head_dim]; k: [keys, num_heads, head_dim]; v: [keys, num_heads,
         v_head_dim], whose rows may lie apart.  shared: columns that stand beside these, where
-        capabilities say that they may; else None.  scale: that of the limits.  out_dtype: of out,
-        or q's where a backend knows no other.  A number that is not finite stays within its
-        request.  Mutates its buffers, and may mutate v.
+        capabilities say that they may; else None.  q.k is multiplied by the limits' scale.
+        out_dtype: of out, or q's where a backend knows no other.  A number that is not finite stays
+        within its request.  Mutates its buffers, and may mutate v.
         """
 
 

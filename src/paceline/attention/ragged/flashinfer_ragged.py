@@ -165,10 +165,9 @@ class FlashInferRagged(RaggedBackend[FlashInferRaggedBuffers, FlashInferRaggedPl
         shared: SharedColumns | None,
         plan: FlashInferRaggedPlan,
         *,
-        scale: float,
         out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """See RaggedBackend.attend; out is in q's dtype, and scale was planned."""
+        """See RaggedBackend.attend; out is in q's dtype."""
         assert shared is None, "keys have their shared columns beside their own"
         out, lse = plan.wrapper.run(q, k, v, return_lse=True)
         lse.mul_(LN2)

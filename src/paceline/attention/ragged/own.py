@@ -1,5 +1,7 @@
 """The `own` ragged backend: our kernel, and on a CPU its definition."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,15 @@ from paceline.attention.ragged.contract import (
 from paceline.kernels.ragged_attention import SharedColumns, ragged_attention
 
 
-class OwnRagged(RaggedBackend[None, RaggedPart]):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OwnPlan:
+    """What one launch is told of a part."""
+
+    part: RaggedPart
+    scale: float  # multiplies q.k
+
+
+class OwnRagged(RaggedBackend[RaggedLimits, OwnPlan]):
     """Any heads, what they share of a key as it is, and parts in float32 until they are one."""
 
     name = "own"
@@ -25,12 +35,13 @@ class OwnRagged(RaggedBackend[None, RaggedPart]):
         shared_columns=True,
     )
 
-    def make_buffers(self, limits: RaggedLimits) -> None:
-        """None are needed."""
+    def make_buffers(self, limits: RaggedLimits) -> RaggedLimits:
+        """No tensor is needed."""
+        return limits
 
-    def plan(self, part: RaggedPart, buffers: None) -> RaggedPart:
+    def plan(self, part: RaggedPart, buffers: RaggedLimits) -> OwnPlan:
         """The part as it is: lengths are read on the device."""
-        return part
+        return OwnPlan(part=part, scale=buffers.scale)
 
     def attend(
         self,
@@ -38,9 +49,8 @@ class OwnRagged(RaggedBackend[None, RaggedPart]):
         k: Tensor,
         v: Tensor,
         shared: SharedColumns | None,
-        plan: RaggedPart,
+        plan: OwnPlan,
         *,
-        scale: float,
         out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """See RaggedBackend.attend."""
@@ -48,10 +58,10 @@ class OwnRagged(RaggedBackend[None, RaggedPart]):
             q,
             k,
             v,
-            plan.cu_q,
-            plan.cu_k,
-            causal=plan.causal,
-            scale=scale,
+            plan.part.cu_q,
+            plan.part.cu_k,
+            causal=plan.part.causal,
+            scale=plan.scale,
             shared=shared,
             out_dtype=out_dtype,
         )

@@ -85,7 +85,7 @@ def choose_ragged(
         able,
         "expanded",
         gpu,
-        layer=_layer_shape(config),
+        layer=layer_shape(config),
         table=package_table() if table is None else table,
     )
     return Choice(name=found.name, why=found.why, rejected=rejected | dict(found.passed_over))
@@ -106,7 +106,7 @@ def _beside(attention: str, config: RaggedConfig) -> Choice:
     return Choice(name="own", why=why, rejected={name: reasons})
 
 
-def _layer_shape(config: RaggedConfig) -> LayerShape:
+def layer_shape(config: RaggedConfig) -> LayerShape:
     """Of a layer as the table has it: keys lie behind one another, as in pages of 1."""
     dtype = str(config.dtype).removeprefix("torch.")
     return LayerShape(

@@ -38,9 +38,10 @@ _DEEPSEEK = frozenset({(192, 128)})  # the one shape of unequal dims that both l
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VarlenBuffers(Generic[LibraryT]):
-    """The library; it keeps no tensor of ours."""
+    """The library, which keeps no tensor of ours, and what each call of it is told."""
 
     library: LibraryT = field(metadata=OPAQUE)
+    scale: float  # multiplies q.k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +49,7 @@ class VarlenPlan(Generic[LibraryT]):
     """What one call is told of a part."""
 
     library: LibraryT
+    scale: float  # multiplies q.k
     part: RaggedPart
     keyless: Tensor | None  # [tokens]  bool  the token's request has no key; None: each has one
 
@@ -76,11 +78,13 @@ class VarlenBackend(
     def make_buffers(self, limits: RaggedLimits) -> VarlenBuffers[LibraryT]:
         """The library alone."""
         library = self.import_library() if self.library is None else self.library
-        return VarlenBuffers(library=library)
+        return VarlenBuffers(library=library, scale=limits.scale)
 
     def plan(self, part: RaggedPart, buffers: VarlenBuffers[LibraryT]) -> VarlenPlan[LibraryT]:
         """Which tokens have no key; lengths are read on the device."""
-        return VarlenPlan(library=buffers.library, part=part, keyless=keyless_tokens(part))
+        return VarlenPlan(
+            library=buffers.library, scale=buffers.scale, part=part, keyless=keyless_tokens(part)
+        )
 
     def attend(
         self,
@@ -90,13 +94,12 @@ class VarlenBackend(
         shared: SharedColumns | None,
         plan: VarlenPlan[LibraryT],
         *,
-        scale: float,
         out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """See RaggedBackend.attend; out is in q's dtype."""
         assert shared is None, "keys have their shared columns beside their own"
         spoilt = clean_values_(v)
-        out, by_head = self.call(plan.library, q, k, v, plan.part, scale)
+        out, by_head = self.call(plan.library, q, k, v, plan.part, plan.scale)
         spoil_(out, spoilt, plan.part)
         return blank_keyless_(out, by_head.t().contiguous(), plan.keyless)
 

@@ -1,13 +1,13 @@
 """ModelConfig: the shape of a model, as every architecture file understands it.  No torch."""
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from itertools import accumulate
 from typing import NamedTuple
 
+from paceline.core.model.encoder import EncoderConfig, EncoderInputConfig, HeadStage
 from paceline.core.model.lookback import Lookback
+from paceline.core.model.rope import RopeConfig
 from paceline.core.modes import End, Pooling
 
 HIDDEN_ACTS = {  # config.json's name of a gated activation -> the kernel's
@@ -19,69 +19,6 @@ HIDDEN_ACTS = {  # config.json's name of a gated activation -> the kernel's
     "relu": "relu",
 }
 SIGMOID, IDENTITY = "sigmoid", "identity"  # what scores of labels go through
-HEAD_ACTS = ("gelu", "relu", "silu", "tanh")  # of stages of a pooled head
-
-
-class RopeKind(Enum):
-    """How rotary frequencies are scaled beyond the trained context."""
-
-    DEFAULT = "default"
-    LINEAR = "linear"
-    LLAMA3 = "llama3"
-    YARN = "yarn"
-    LONGROPE = "longrope"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """One rotary table.  Fields that a kind does not use keep their defaults."""
-
-    kind: RopeKind = RopeKind.DEFAULT
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position: int | None = None  # llama3, yarn, longrope: the trained context
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    mscale: float | None = None  # yarn
-    mscale_all_dim: float | None = None  # yarn
-    attention_factor: float | None = None  # yarn, longrope
-    truncate: bool = True  # yarn: round the correction range to whole dimensions
-    short_factors: tuple[float, ...] = ()  # [rotary_dim / 2] longrope, within the trained context
-    long_factors: tuple[float, ...] = ()  # [rotary_dim / 2] longrope, beyond it
-    sections: tuple[int, ...] = ()  # [axes] pairs of dimensions that turn by each axis of
-    # positions, rotary_dim / 2 in all; (): positions have one axis
-    interleaved: bool = False  # axes take turns pair by pair, and what is left is the first's
-
-    @property
-    def short_context(self) -> int | None:
-        """The longest context limit that is served with longrope's short factors; None for a rope
-        that has one set of frequencies."""
-        return self.original_max_position if self.kind is RopeKind.LONGROPE else None
-
-    @property
-    def axes(self) -> int:
-        """Numbers that say where a token stands."""
-        return max(len(self.sections), 1)
-
-    @property
-    def axis_columns(self) -> tuple[range, ...]:
-        """[axes] the pairs that turn by each, a later axis before those ahead; (): one has all.
-
-        Sections 2, 1, 1: pairs t t h w; interleaved t h w t.
-        """
-        ends, axes = list(accumulate(self.sections)), len(self.sections)
-        if self.interleaved and ends:
-            turns = (range(a, axes * num, axes) for a, num in enumerate(self.sections) if a)
-            return (range(ends[-1]), *turns)
-        return tuple(range(end - num, end) for end, num in zip(ends, self.sections, strict=True))
-
-
-def yarn_mscale(factor: float, weight: float) -> float:
-    """0.1 * weight * ln(factor) + 1: what a context longer by `factor` sharpens scores by (YaRN,
-    section 3.4; `weight` is DeepSeek-V2's)."""
-    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
 class NormKind(Enum):
@@ -326,51 +263,6 @@ class LayerSpec:
         rows = Cached(kind, SOFTMAX, self.window, self.rows)
         state = Cached(CacheKind.STATE, self.mixer, None, self.state)
         return tuple(cached for cached in (rows, state) if cached.parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderConfig:
-    """What encoders have beside their layers."""
-
-    position_rows: int = 0  # of a table of learned positions; 0: there is none
-    first_position: int = 0  # its row of position 0
-    token_types: int = 0  # rows of a table of which one is added to every token: the first, but
-    # to those of a pair's second text
-    norm_bias: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadStage:
-    """One product of what makes numbers of a pooled row, with what stands behind it."""
-
-    name: str  # of its tensors in checkpoints
-    width: int  # numbers that it makes
-    bias: bool = True
-    act: str | None = None  # one of HEAD_ACTS
-    norm: str | None = None  # a LayerNorm behind the activation: its name in checkpoints
-    norm_bias: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderInputConfig:
-    """The tensor of floats that a request brings for layers that read an encoder, and the encoder
-    that makes their rows of it."""
-
-    width: int  # numbers of a frame
-    frames_per_row: int = 1
-    width_first: bool = False  # it lies as [width, frames]; else as [frames, width]
-    is_needed: bool = False  # False: a request without it has no rows
-    num_layers: int = 0  # of the encoder; 0: there is none, and frames are the rows
-    num_heads: int = 0  # of the encoder, as what follows
-    intermediate_size: int = 0
-
-    def rows(self, frames: int) -> int:
-        """What as many frames become."""
-        return -(-frames // self.frames_per_row)
-
-    def shape(self, frames: int) -> tuple[int, int]:
-        """Of the tensor."""
-        return (self.width, frames) if self.width_first else (frames, self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,32 @@ _POLLS = tl.constexpr(1 << 16)  # from look to look at the clock
 
 
 @triton.jit
+def word_ptr(
+    words_ptr,  # [WORDS, RANKS] int64
+    word,  # a channel, or behind these a row
+    rank,  # whose turn it tells
+    RANKS: tl.constexpr,
+):
+    """Where a rank says how many turns it has sent."""
+    return words_ptr + word * RANKS + rank
+
+
+@triton.jit
+def part_ptr(
+    parts_ptr,  # [2, RANKS, COUNT, SLICE]
+    sender,
+    turn,
+    part,
+    RANKS: tl.constexpr,
+    COUNT: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """Where a part lies of what a sender pushes in a turn."""
+    place = (((turn % 2) * RANKS + sender) * COUNT + part) * SLICE
+    return tl.multiple_of(parts_ptr + place, 16)
+
+
+@triton.jit
 def _slice_ptr(
     peers_ptr,  # [RANKS, 3] int64
     like_ptr,  # of the message's dtype
@@ -38,8 +64,7 @@ def _slice_ptr(
 ):
     """Where a slice lies in a box [2, RANKS, CHANNELS, SLICE]."""
     box_ptr = tl.load(peers_ptr + 3 * owner).to(like_ptr.dtype)
-    place = (((turn % 2) * RANKS + sender) * _CHANNELS + channel) * SLICE
-    return tl.multiple_of(box_ptr + place, 16)
+    return part_ptr(box_ptr, sender, turn, channel, RANKS, _CHANNELS, SLICE)
 
 
 @triton.jit
@@ -65,7 +90,8 @@ def send(
         words_ptr = tl.load(peers_ptr + 3 * ((RANK + step) % RANKS) + 1).to(
             tl.pointer_type(tl.int64)
         )
-        tl.atomic_xchg(words_ptr + channel * RANKS + RANK, turn + 1, sem="release", scope="sys")
+        sent_ptr = word_ptr(words_ptr, channel, RANK, RANKS)
+        tl.atomic_xchg(sent_ptr, turn + 1, sem="release", scope="sys")
 
 
 @triton.jit
@@ -93,8 +119,8 @@ def wait(
     """Until every peer has sent this turn, or this rank is released; the context is lost behind
     WAIT_NS."""
     for step in tl.static_range(1, RANKS):
-        word_ptr = sent_ptr + channel * RANKS + (RANK + step) % RANKS
-        seen = tl.atomic_add(word_ptr, 0, sem="acquire", scope="sys")
+        peer_ptr = word_ptr(sent_ptr, channel, (RANK + step) % RANKS, RANKS)
+        seen = tl.atomic_add(peer_ptr, 0, sem="acquire", scope="sys")
         if INTERPRETED:
             tl.device_assert(
                 (seen > turn) | (seen >= _RELEASED), "a peer has not sent: nobody else runs here"
@@ -103,7 +129,7 @@ def wait(
             began = tl.extra.cuda.globaltimer()
             polls = 0
             while (seen <= turn) & (seen < _RELEASED):
-                seen = tl.atomic_add(word_ptr, 0, sem="acquire", scope="sys")
+                seen = tl.atomic_add(peer_ptr, 0, sem="acquire", scope="sys")
                 polls += 1
                 if polls % _POLLS == 0:
                     give_up_behind(began, WAIT_NS)
@@ -156,7 +182,7 @@ def _all_reduce_kernel(
 ):
     wait_for_inputs(OVERLAPPED)
     channel = tl.program_id(0)
-    own_ptr = sent_ptr + channel * RANKS + RANK
+    own_ptr = word_ptr(sent_ptr, channel, RANK, RANKS)
     turn = tl.load(own_ptr)
     for first in range(channel * BLOCK, numel, tl.num_programs(0) * BLOCK):
         slots = tl.arange(0, BLOCK)
@@ -191,7 +217,7 @@ def _all_gather_kernel(
 ):
     wait_for_inputs(OVERLAPPED)
     channel = tl.program_id(0)
-    own_ptr = sent_ptr + channel * RANKS + RANK
+    own_ptr = word_ptr(sent_ptr, channel, RANK, RANKS)
     turn = tl.load(own_ptr)
     own_columns = tl.maximum(tl.minimum(most, columns - RANK * most), 0)
     for first in range(channel * BLOCK, rows * most, tl.num_programs(0) * BLOCK):

@@ -21,8 +21,10 @@ from paceline.kernels._triton.all_reduce import (
     channel_constants,
     give_up_behind,
     ordered_sum,
+    part_ptr,
     send,
     wait,
+    word_ptr,
 )
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.rms_norm import weighed
@@ -49,15 +51,14 @@ def _place_ptr(
 ):
     """Where a part of a row lies in rows [2, RANKS, POLLED, SLICE]."""
     rows_ptr = tl.load(peers_ptr + 3 * owner + 2).to(tl.pointer_type(WORD))
-    place = (((turn % 2) * RANKS + sender) * _POLLED + row) * SLICE
-    return tl.multiple_of(rows_ptr + place, 16)
+    return part_ptr(rows_ptr, sender, turn, row, RANKS, _POLLED, SLICE)
 
 
 @triton.jit
 def _take(
     place_ptrs,  # [1, BLOCK]
     live,  # [1, BLOCK] bool
-    word_ptr,  # RELEASED where this rank waits for nobody
+    peer_ptr,  # RELEASED where this rank waits for nobody
     WAIT_NS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -67,7 +68,7 @@ def _take(
     absent = tl.max((bits == _ABSENT).to(tl.int32), axis=None)
     if INTERPRETED:
         tl.device_assert(
-            (absent == 0) | (tl.load(word_ptr) >= _RELEASED),
+            (absent == 0) | (tl.load(peer_ptr) >= _RELEASED),
             "a peer has not sent: nobody else runs here",
         )
     else:
@@ -78,7 +79,7 @@ def _take(
             absent = tl.max((bits == _ABSENT).to(tl.int32), axis=None)
             looks += 1
             if looks % _LOOKS == 0:
-                if tl.load(word_ptr, volatile=True) >= _RELEASED:
+                if tl.load(peer_ptr, volatile=True) >= _RELEASED:
                     absent = 0
                 give_up_behind(began, WAIT_NS)
     tl.store(place_ptrs, tl.full(bits.shape, _ABSENT, bits.dtype), mask=live)
@@ -138,7 +139,7 @@ def _all_reduce_norm_kernel(
     slots = tl.arange(0, ROWS)[:, None] * BLOCK + columns
     weight = tl.load(weight_ptr + columns, mask=columns < DIM, other=0.0).to(tl.float32)
     wait_for_inputs(OVERLAPPED)
-    own_ptr = sent_ptr + channel * RANKS + RANK
+    own_ptr = word_ptr(sent_ptr, channel, RANK, RANKS)
     turn = tl.load(own_ptr)
     for first in range(channel * ROWS, rows, tl.num_programs(0) * ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -197,8 +198,8 @@ def _all_reduce_norm_polled_kernel(
     live = columns < DIM
     weight = tl.load(weight_ptr + columns, mask=live, other=0.0).to(tl.float32)
     wait_for_inputs(OVERLAPPED)
-    words_ptr = sent_ptr + (_CHANNELS + row) * RANKS
-    turn = tl.load(words_ptr + RANK)
+    own_ptr = word_ptr(sent_ptr, _CHANNELS + row, RANK, RANKS)
+    turn = tl.load(own_ptr)
     bits = tl.load(x_ptr + row * DIM + columns, mask=live, other=0.0).to(WORD, bitcast=True)
     bits = tl.where(bits == _ABSENT, OTHER_NAN, bits).to(WORD)
     for step in tl.static_range(1, RANKS):
@@ -212,7 +213,8 @@ def _all_reduce_norm_polled_kernel(
         part = bits
         if sender != RANK:
             place_ptr = _place_ptr(peers_ptr, RANK, sender, turn, row, RANKS, SLICE, WORD)
-            part = _take(place_ptr + columns, live, words_ptr + sender, WAIT_NS, INTERPRETED)
+            peer_ptr = word_ptr(sent_ptr, _CHANNELS + row, sender, RANKS)
+            part = _take(place_ptr + columns, live, peer_ptr, WAIT_NS, INTERPRETED)
         number = part.to(DTYPE, bitcast=True).to(tl.float32)
         if sender == 0:
             total = number
@@ -233,7 +235,7 @@ def _all_reduce_norm_polled_kernel(
         UNIT_OFFSET,
         WIDE,
     )
-    tl.store(words_ptr + RANK, turn + 1)
+    tl.store(own_ptr, turn + 1)
 
 
 def launch_all_reduce_norm(

@@ -73,6 +73,17 @@ def _moe_align_kernel(
         tl.store(row_ptr + 2, tl.where(is_live, end, 0), mask=exists)
 
 
+@triton.jit
+def read_block(
+    blocks_ptr,  # [max_blocks, 3] int32
+    block,
+):
+    """(expert int64, begin, end) of a block's pairs in `order`; end <= begin: it has none."""
+    row_ptr = blocks_ptr + block * 3
+    expert = tl.load(row_ptr).to(tl.int64)
+    return expert, tl.load(row_ptr + 1), tl.load(row_ptr + 2)
+
+
 def launch_moe_align(expert_ids: Tensor, num_experts: int, block_rows: int) -> Alignment:
     """Alignment of expert_ids [tokens, experts_per_token] int32, contiguous; allocates it.
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels._triton.moe_align import launch_moe_align
+from paceline.kernels._triton.moe_align import launch_moe_align, read_block
 from paceline.kernels._triton.moe_one_token import fits_one_token, launch_one_token
 from paceline.kernels._triton.primitives import swiglu
 from paceline.kernels._triton.runtime import cdiv, interpreted, next_power_of_2
@@ -113,10 +113,7 @@ def _gate_up_kernel(
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
-    block_ptr = blocks_ptr + tl.program_id(1) * 3
-    expert = tl.load(block_ptr).to(tl.int64)
-    begin = tl.load(block_ptr + 1)
-    end = tl.load(block_ptr + 2)
+    expert, begin, end = read_block(blocks_ptr, tl.program_id(1))
     if begin >= end:
         return
     rows = begin + tl.arange(0, BLOCK_ROWS)
@@ -169,10 +166,7 @@ def _down_kernel(
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
-    block_ptr = blocks_ptr + tl.program_id(1) * 3
-    expert = tl.load(block_ptr).to(tl.int64)
-    begin = tl.load(block_ptr + 1)
-    end = tl.load(block_ptr + 2)
+    expert, begin, end = read_block(blocks_ptr, tl.program_id(1))
     if begin >= end:
         return
     rows = begin + tl.arange(0, BLOCK_ROWS)

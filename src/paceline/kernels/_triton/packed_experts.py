@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels._triton.moe_align import launch_moe_align
+from paceline.kernels._triton.moe_align import launch_moe_align, read_block
 from paceline.kernels._triton.moe_experts import launch_sum
 from paceline.kernels._triton.packed_linear import add_chunk
 from paceline.kernels._triton.primitives import swiglu
@@ -123,10 +123,7 @@ def _packed_gate_up_kernel(
     INTERPRETED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
-    block_ptr = blocks_ptr + tl.program_id(1) * 3
-    expert = tl.load(block_ptr).to(tl.int64)
-    begin = tl.load(block_ptr + 1)
-    end = tl.load(block_ptr + 2)
+    expert, begin, end = read_block(blocks_ptr, tl.program_id(1))
     if begin >= end:
         return
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -173,10 +170,7 @@ def _packed_down_kernel(
     INTERPRETED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
-    block_ptr = blocks_ptr + tl.program_id(1) * 3
-    expert = tl.load(block_ptr).to(tl.int64)
-    begin = tl.load(block_ptr + 1)
-    end = tl.load(block_ptr + 2)
+    expert, begin, end = read_block(blocks_ptr, tl.program_id(1))
     if begin >= end:
         return
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty

@@ -22,6 +22,7 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 from paceline.kernels._triton.packed_codes import chunk_numbers, group_of_word, part_of
 from paceline.kernels._triton.primitives import biased_activation, dot
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
+from paceline.kernels._triton.skinny_linear import meet
 from paceline.kernels.packed_linear import PackedTile
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, words_of
 
@@ -137,34 +138,6 @@ def _add_products(
         scale = tl.load(scale_ptr + places + part, mask=part < groups_left, other=0.0)
         acc += product * scale.to(tl.float32)[:, None]
     return acc
-
-
-@triton.jit
-def _meet(
-    acc,  # [FEATURES, TOKENS] float32
-    partial_ptr,  # [SPLITS, tiles, FEATURES, TOKENS] float32
-    counters_ptr,  # [tiles] int32, all 0
-    tile,
-    split,
-    SPLITS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """(the sum of all splits in order, whether this program is the last to arrive, which has
-    it)."""
-    tiles = tl.num_programs(0)
-    place = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-    part_size: tl.constexpr = FEATURES * TOKENS
-    tl.store(partial_ptr + (split * tiles + tile) * part_size + place, acc)
-    tl.debug_barrier()  # every thread's part is written before the arrival is counted
-    is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
-    if is_last:
-        acc = tl.zeros([FEATURES, TOKENS], tl.float32)
-        for part in tl.static_range(SPLITS):
-            part_ptr = partial_ptr + (part * tiles + tile) * part_size
-            acc += tl.load(part_ptr + place, cache_modifier=".cg")
-        tl.store(counters_ptr + tile, 0)
-    return acc, is_last
 
 
 @triton.jit
@@ -293,7 +266,10 @@ def _packed_few_kernel(
         acc = tl.sum(acc, axis=0)
     is_last = True
     if SPLITS > 1:
-        acc, is_last = _meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, FEATURES, TOKENS)
+        tiles = tl.num_programs(0)
+        acc, is_last = meet(
+            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, FEATURES, TOKENS
+        )
     if is_last:
         if IS_GATED:
             by_part = tl.reshape(acc, (2, FEATURES // 2, TOKENS))
@@ -403,7 +379,10 @@ def _packed_more_kernel(
     let_next_start(OVERLAPPED)
     is_last = True
     if SPLITS > 1:
-        acc, is_last = _meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, ROWS, TOKENS)
+        tiles = tl.num_programs(0)
+        acc, is_last = meet(
+            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, ROWS, TOKENS
+        )
     if is_last:
         _write(acc, acc_up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS)
 

@@ -84,6 +84,34 @@ def _one_token_kernel(
     tl.store(out_ptr + features, result, mask=live)
 
 
+@triton.jit
+def meet(
+    acc,  # [FEATURES, TOKENS] float32
+    partial_ptr,  # [SPLITS, tiles, FEATURES, TOKENS] float32
+    counters_ptr,  # [tiles] int32, all 0
+    tile,
+    tiles,
+    split,
+    SPLITS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """(the sum of all splits in order, whether this program is the last to arrive, which has
+    it)."""
+    place = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    part_size: tl.constexpr = FEATURES * TOKENS
+    tl.store(partial_ptr + (split * tiles + tile) * part_size + place, acc)
+    tl.debug_barrier()  # every thread's part is written before the arrival is counted
+    is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        acc = tl.zeros([FEATURES, TOKENS], tl.float32)
+        for part in tl.static_range(SPLITS):
+            part_ptr = partial_ptr + (part * tiles + tile) * part_size
+            acc += tl.load(part_ptr + place, cache_modifier=".cg")
+        tl.store(counters_ptr + tile, 0)
+    return acc, is_last
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _few_tokens_kernel(
     x_ptr,  # [tokens, inner]
@@ -134,17 +162,9 @@ def _few_tokens_kernel(
     is_last = True
     if SPLITS > 1:
         tiles = tl.num_programs(0)
-        place = local[:, None] * BLOCK_TOKENS + token[None, :]
-        part_size: tl.constexpr = BLOCK_FEATURES * BLOCK_TOKENS
-        tl.store(partial_ptr + (split * tiles + tile) * part_size + place, acc)
-        tl.debug_barrier()  # every thread's part is written before the arrival is counted
-        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
-        if is_last:
-            acc = tl.zeros([BLOCK_FEATURES, BLOCK_TOKENS], tl.float32)
-            for part in tl.static_range(SPLITS):
-                part_ptr = partial_ptr + (part * tiles + tile) * part_size
-                acc += tl.load(part_ptr + place, cache_modifier=".cg")
-            tl.store(counters_ptr + tile, 0)
+        acc, is_last = meet(
+            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, BLOCK_FEATURES, BLOCK_TOKENS
+        )
     if is_last:
         live = live_rows & (token < tokens)[None, :]
         DTYPE: tl.constexpr = out_ptr.dtype.element_ty

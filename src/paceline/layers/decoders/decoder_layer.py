@@ -15,6 +15,12 @@ class HiddenStream(NamedTuple):
     delta: Tensor | Unsummed  # [rows, hidden]  of its last block
     residual: Tensor  # [rows, hidden]  the stream before that
 
+    def only(self, rows: Tensor | None) -> "HiddenStream":
+        """Rows [rows] int64 of it, in new tensors; None: it as it is."""
+        if rows is None:
+            return self
+        return HiddenStream(rows_of(self.delta, rows), self.residual.index_select(0, rows))
+
 
 class DecoderLayer(nn.Module):
     """`mix`, in which tokens see each other, then `feed`, a function of each row alone.
@@ -58,7 +64,5 @@ class DecoderLayer(nn.Module):
 
         delta, residual [tokens, hidden]; rows [rows] int64, or None: all.  Mutates residual.
         """
-        mixed = self.mix(delta, residual, positions, ctx)
-        if rows is not None:
-            mixed, residual = rows_of(mixed, rows), residual.index_select(0, rows)
-        return HiddenStream(self.feed(mixed, residual, ctx, rows), residual)
+        mixed = HiddenStream(self.mix(delta, residual, positions, ctx), residual).only(rows)
+        return mixed._replace(delta=self.feed(*mixed, ctx, rows))

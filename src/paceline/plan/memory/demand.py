@@ -244,7 +244,6 @@ class DeclaredRagged(RaggedBackend[Tensor, None]):
         shared: SharedColumns | None,
         plan: None,
         *,
-        scale: float,
         out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)

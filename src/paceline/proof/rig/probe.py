@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.attention.contract import Part
-from paceline.core.model.config import LayerSpec, ModelConfig, RopeConfig
+from paceline.core.model.config import LayerSpec, ModelConfig
+from paceline.core.model.rope import RopeConfig
 from paceline.kernels.latent_rows import LatentNorm
 from paceline.kernels.rope import Rope
 from paceline.kernels.step_view import StepView

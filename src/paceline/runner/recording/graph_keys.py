@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.attention.contract import needed_support
+from paceline.attention.contract import GraphSupport, needed_support
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.modes import End, MaskKind
 from paceline.core.request.sampling_params import SamplerTier
@@ -21,6 +21,8 @@ class GraphKeys:
     def __init__(self, parts: Parts, sizes: GraphSizes) -> None:
         self._parts = parts
         self._sizes = sizes
+        of_states = [mixer.backend.capabilities.graph for mixer in parts.mixers]
+        self._support = min(parts.backend.capabilities.graph, *of_states, GraphSupport.ALWAYS)
 
     @property
     def ragged_tokens(self) -> tuple[int, ...]:
@@ -111,11 +113,7 @@ class GraphKeys:
 
     def _supports(self, extend_len: int | None) -> bool:
         """Whether steps of so many tokens a row, None: ragged, may be captured."""
-        mixers = self._parts.mixers
-        needed = needed_support(extend_len)
-        if any(mixer.backend.capabilities.graph < needed for mixer in mixers):
-            return False
-        return self._parts.backend.capabilities.graph >= needed
+        return self._support >= needed_support(extend_len)
 
     def _key(
         self,

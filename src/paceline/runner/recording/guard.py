@@ -49,15 +49,15 @@ class Guard:
     def check_shape(self, key: GraphKey, step: Step) -> None:
         """Raise GraphGuardError when `step` does not fit the padded size of `key`."""
         layout = step.layout
-        is_ragged, tokens = key.extend_len is None, key.size.tokens
-        if is_ragged and layout.num_tokens > tokens:
-            raise self._error("tokens", f"at most {tokens}", layout.num_tokens)
-        # What is left over of a ragged step's tokens is in rows of its own.
-        left = tokens - layout.num_tokens if is_ragged else 0
-        room = key.padded_reqs - rows_left_over(left, key.pad_len)
-        if layout.num_reqs > room:
-            raise self._error("requests", f"at most {room}", layout.num_reqs)
-        if not is_ragged and layout.extend_lens.count(key.extend_len) < layout.num_reqs:
+        reqs, room = layout.num_reqs, key.padded_reqs
+        if key.ragged_tokens is not None:
+            left = key.ragged_tokens - layout.num_tokens
+            if left < 0:
+                raise self._error("tokens", f"at most {key.ragged_tokens}", layout.num_tokens)
+            room -= rows_left_over(left, key.pad_len)  # what is left over is in rows of its own
+        if reqs > room:
+            raise self._error("requests", f"at most {room}", reqs)
+        if key.extend_len is not None and layout.extend_lens.count(key.extend_len) < reqs:
             raise self._error("extend_lens", f"{key.extend_len} everywhere", layout.extend_lens)
         longest = max(step.kv_lens_bound)
         if longest > self._kv_len_bound:

@@ -66,7 +66,8 @@ class Host:
         self, llm: LLM, end: socket.socket, outbox: Outbox, forms: FormLimits | None = None
     ) -> None:
         self.followed = Followed(llm)
-        self.turning_since: float | None = None  # by time.monotonic; None: between two turns
+        # By time.monotonic; of a turn, or of a capture while nothing runs.  None: in neither.
+        self.turning_since: float | None = None
         self.llm = llm
         self._end = end
         self._outbox = outbox
@@ -123,7 +124,7 @@ class Host:
             )
             poll.register(self._wake, select.POLLIN)
             if not self._formed and not poll.poll(1e3 * LULL_S):
-                while self.followed.make_ready() and not poll.poll(0):
+                while self._make_ready() and not poll.poll(0):
                     pass
             poll.poll()
         with suppress(BlockingIOError):
@@ -239,6 +240,13 @@ class Host:
         self.turning_since = None
         if step is not None:
             self._times.add(step, time.monotonic() - began)
+
+    def _make_ready(self) -> bool:
+        """As of `Followed`, watched as a turn is."""
+        self.turning_since = time.monotonic()
+        has_made = self.followed.make_ready()
+        self.turning_since = None
+        return has_made
 
     def _note(self, followings: list[Following]) -> None:
         for each in followings:

@@ -15,7 +15,6 @@ from paceline.layers.decoders.decoder_layer import HiddenStream
 from paceline.layers.linear import Linear
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
-from paceline.layers.rank_sum import rows_of
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Named, wholly
@@ -99,10 +98,8 @@ class Eagle1Layer(nn.Module):
         mutates none of them.  rows: as of `DecoderLayer.forward`."""
         both = (F.embedding(input_ids, table), features)
         residual = self.fc(torch.cat(both, dim=-1))
-        x = self.attention(residual, positions, ctx)
-        if rows is not None:
-            x, residual = rows_of(x, rows), residual.index_select(0, rows)
-        return HiddenStream(self.mlp(self.mlp_norm.add(x, residual)), residual)
+        mixed = HiddenStream(self.attention(residual, positions, ctx), residual).only(rows)
+        return mixed._replace(delta=self.mlp(self.mlp_norm.add(*mixed)))
 
     def destinations(self, prefix: str) -> Named:
         """What a checkpoint fills."""
@@ -156,10 +153,9 @@ class Eagle3Layer(nn.Module):
         residual = self.attention(wide, positions, ctx)
         if self.norm_before_residual:
             features = torch.chunk(wide, 2, dim=1)[1]
-        if rows is not None:
-            features, residual = features.index_select(0, rows), residual.index_select(0, rows)
+        mixed = HiddenStream(features, residual).only(rows)
         # The sum goes to the attention's output, which is ours: the caller's features stay.
-        return HiddenStream(self.mlp(self.mlp_norm.add(features, residual)), residual)
+        return mixed._replace(delta=self.mlp(self.mlp_norm.add(*mixed)))
 
     def destinations(self, prefix: str) -> Named:
         """What a checkpoint fills."""
