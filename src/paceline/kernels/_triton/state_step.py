@@ -138,9 +138,6 @@ def _state_step_kernel(
     )
     wait_for_inputs(OVERLAPPED)
     let_next_start(OVERLAPPED)
-    tl.debug_barrier()  # every thread's columns are read before the arrival is counted
-    arrived_ptr += req * (heads // PER_KEY) + key_head
-    num_arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
     inputs_ptr += req * stride_inputs_req
     row_q = tl.load(
         inputs_ptr + at_q // PART * stride_inputs_part + at_q % PART, mask=is_dim, other=0.0
@@ -153,6 +150,10 @@ def _state_step_kernel(
     )
     decay = tl.load(decay_ptr + req * stride_decay_req + head)
     rate = tl.load(rate_ptr + req * stride_rate_req + head)
+    # Behind the loads, which would wait for its answer; every thread's columns are read before it.
+    tl.debug_barrier()
+    arrived_ptr += req * (heads // PER_KEY) + key_head
+    num_arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
     q = _mixed(total_q, own_q, row_q)
     k = _mixed(total_k, own_k, row_k)
     v = _mixed(total_v, own_v, row_v)
