@@ -74,7 +74,7 @@ def test_keep_states_equals_its_reference(reqs: int, width: int) -> None:
     ends = []
     for run, device in ((keep_states_reference, "cpu"), (launch_keep_states, "cuda")):
         numbers = torch.arange(2 * num_slots * width, device=device).view(2, num_slots, width)
-        parts = [numbers.remainder(200).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        parts = [numbers.remainder(199).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
         lens = torch.full((num_slots,), 77, dtype=torch.int32, device=device)
         told = torch.zeros(reqs, dtype=torch.int32, device=device)
         given = [each.to(device) for each in (prefix_lens, slots, results)]

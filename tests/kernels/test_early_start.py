@@ -16,10 +16,19 @@ import paceline.kernels
 FOLDER = Path(paceline.kernels.__path__[0]) / "_triton"
 WAIT = "wait_for_inputs"
 WRITES = {"store", "atomic_add", "atomic_max", "atomic_cas", "atomic_xchg"}
-# Language and address arithmetic: neither reads nor writes memory.
+# Language and arithmetic: neither reads nor writes memory.
 HARMLESS = {"arange", "cdiv", "full", "minimum", "maximum", "num_programs", "program_id", "to"}
-HARMLESS |= {"cast", "zeros", "zeros_like", "let_next_start", "slots_of", "static_range", "where"}
-WEIGHTS = {"weight_ptr", "bias_ptr"}
+HARMLESS |= {
+    "cast",
+    "exp",
+    "zeros",
+    "zeros_like",
+    "let_next_start",
+    "slots_of",
+    "static_range",
+    "where",
+}
+WEIGHTS = {"weight_ptr", "bias_ptr", "log_ptr"}
 # Of kernels that stand behind one of SETTLING, see launch.py: what was written before it.
 SETTLING = ("state_inputs._state_inputs_kernel", "decay_rates._decay_rates_kernel")
 SETTLED = {

@@ -108,7 +108,7 @@ def test_the_kernel_copies_what_the_definition_copies(
     ends = []
     for run in (keep_states_reference, launch_keep_states):
         parts = [
-            torch.arange(layers * 41 * width).view(layers, 41, width).remainder(200).to(dtype)
+            torch.arange(layers * 41 * width).view(layers, 41, width).remainder(199).to(dtype)
             for dtype in dtypes
         ]
         lens, told = torch.full((41,), 77, dtype=torch.int32), torch.full((12,), -7).int()

@@ -60,6 +60,22 @@ def test_split_products_add_all_parts_and_leave_their_counters_zero(tokens: int)
     torch.testing.assert_close(split.double(), whole, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize(("rows", "programs", "step"), [(2112, 132, 256), (2176, 136, 128)])
+def test_a_step_fills_a_processor_where_none_has_two_programs(
+    monkeypatch: pytest.MonkeyPatch, rows: int, programs: int, step: int
+) -> None:
+    """An H200 has 132.  Each split takes a whole number of steps, of either width."""
+    asked: list[tuple[int, int]] = []
+
+    def ask(x, weight, bias, activation, tile, splits, *rest) -> None:
+        asked.append((splits * -(-rows // tile.features), tile.inner))
+
+    monkeypatch.setattr("paceline.kernels.skinny_linear._SKINNY_LINEAR", ask)
+    x, weight = torch.empty(8, 1024).bfloat16(), torch.empty(rows, 1024).bfloat16()
+    skinny_linear(x, weight, None, counters=arrival_counters(rows, device=x.device))
+    assert asked == [(programs, step)]
+
+
 def test_operands_on_a_cpu_take_another_way() -> None:
     x, weight, _ = operands(1, 64, 128, dtype=torch.bfloat16)
     assert not fits_skinny(x, weight)

@@ -22,8 +22,8 @@ _ENOUGH_TILES = 96  # programs of a product that reads the weight at full speed 
 _MOST_SPLITS = 4
 _SMALLEST_FEATURES = 64
 _MANY_FEATURES = 8192  # of an output: tiles of twice as many still fill the processors
-_WIDE_INNER = 256
-_FEW_ROWS = 8448  # of a weight: its tiles leave processors idle, so each has more on its way
+_STEP, _WIDE_STEP = 128, 256  # of the inner dimension; the wide one fills a processor's memory
+_FEW_TILES = 132  # one a processor, or fewer: each then has more on its way
 
 
 class SkinnyTile(NamedTuple):
@@ -128,6 +128,8 @@ def skinny_linear(
     if counters is not None and tokens > 1 and activation is None:
         splits = column_splits(tiles, inner // tile.inner, enough=_ENOUGH_TILES, most=_MOST_SPLITS)
         require_counters(counters, tiles, device=x.device)
+        if splits * tiles > _FEW_TILES:  # two share a processor
+            tile = tile._replace(inner=min(tile.inner, _STEP))
     partial = None
     if splits > 1:
         size = splits * tiles * tile.features * tile.tokens
@@ -142,11 +144,11 @@ def _tile(tokens: int, weight: Tensor, parts: int) -> SkinnyTile:
     weight: [rows, inner], of `parts` that one program multiplies with.
     """
     rows, inner = weight.shape[0], weight.shape[-1]
-    features, step = 64, 128
+    features, step = 64, _STEP
     if tokens > 32 and rows >= parts * _MANY_FEATURES:
         features, step = 128, 64
-    elif tokens <= 32 and rows <= _FEW_ROWS and inner % _WIDE_INNER == 0:
-        step = _WIDE_INNER
+    elif tokens <= 32 and rows <= _FEW_TILES * features and inner % _WIDE_STEP == 0:
+        step = _WIDE_STEP
     return SkinnyTile(max(16, 1 << (tokens - 1).bit_length()), features, step)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
-from paceline.kernels._triton.state_parts import slots_of, write_window
+from paceline.kernels._triton.state_parts import slots_of, state_tile, write_window
 
 _COLUMNS, _WARPS = 64, 4  # of a program's states; the fastest on an H200
 
@@ -46,12 +46,9 @@ def _commit_states_kernel(
     dims = tl.arange(0, BLOCK_K)
     cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     is_dim, is_col = dims < KEY_DIM, cols < VALUE_DIM
-    in_slot = (head * KEY_DIM + dims).to(tl.int64)[:, None] * VALUE_DIM + cols[None, :]
-    of_slot = heads * KEY_DIM * VALUE_DIM
-    is_state = is_dim[:, None] & is_col[None, :]
-    state = tl.load(
-        state_ptr + read * of_slot + in_slot, mask=tl.where(is_state, read, 0) != 0, other=0.0
-    ).to(tl.float32)
+    state_ptrs, is_state = state_tile(state_ptr, read, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
+    is_read = tl.where(is_state, read, 0) != 0
+    state = tl.load(state_ptrs, mask=is_read, other=0.0).to(tl.float32)
     wait_for_inputs(OVERLAPPED)
     num = tl.load(num_kept_ptr + req * stride_num_kept)
     path_ptr += req * stride_path_req
@@ -79,8 +76,8 @@ def _commit_states_kernel(
     for index in tl.static_range(LONGEST):
         left = tl.where(index < num, tl.exp(total - sums[index]), 0.0)
         state += (left * keys[index])[:, None] * values[index][None, :]
-    state = state.to(state_ptr.dtype.element_ty)
-    tl.store(state_ptr + written * of_slot + in_slot, state, mask=is_state)
+    state_ptrs, _ = state_tile(state_ptr, written, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
+    tl.store(state_ptrs, state.to(state_ptr.dtype.element_ty), mask=is_state)
 
 
 def launch_commit_states(

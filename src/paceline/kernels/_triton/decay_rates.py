@@ -28,14 +28,16 @@ def _decay_rates_kernel(
     BLOCK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAPPED)
-    let_next_start(OVERLAPPED)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = place < num
     token, head = place // HEADS, place % HEADS
+    bias = tl.load(bias_ptr + head, mask=live, other=0.0)
+    speed = tl.exp(tl.load(log_ptr + head, mask=live, other=0.0))
+    wait_for_inputs(OVERLAPPED)
+    let_next_start(OVERLAPPED)
     given_ptr += token * stride_token + head // PER_PART * stride_part + head % PER_PART
     a = tl.load(given_ptr + (PER_PART if HAS_BETA else 0), mask=live, other=0.0).to(tl.float32)
-    a += tl.load(bias_ptr + head, mask=live, other=0.0)
+    a += bias
     # log(1 + e) where 1 + e is rounded: Kahan's correction (Goldberg 1991, theorem 4).
     e = tl.exp(tl.where(a > 20.0, 20.0, a))
     wide = 1.0 + e
@@ -43,8 +45,7 @@ def _decay_rates_kernel(
     step = tl.where(a > 20.0, a, step)
     # Compared, not clamped: NaN stays NaN.
     step = tl.where(step < least, least, tl.where(step > most, most, step))
-    log = tl.load(log_ptr + head, mask=live, other=0.0)
-    tl.store(decay_ptr + place, -tl.exp(log) * step, mask=live)
+    tl.store(decay_ptr + place, -speed * step, mask=live)
     if HAS_BETA:
         b = tl.load(given_ptr, mask=live, other=0.0).to(tl.float32)
         tl.store(rate_ptr + place, 1.0 / (1.0 + tl.exp(-b)), mask=live)

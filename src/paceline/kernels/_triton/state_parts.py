@@ -1,5 +1,5 @@
-"""Jitted helpers of the kernels that read and write slots of states: which slot, its window, the
-solution of a chunk."""
+"""Jitted helpers of the kernels that read and write slots of states: which slot, where in it, its
+window, the solution of a chunk."""
 
 import triton
 import triton.language as tl
@@ -18,6 +18,23 @@ def slots_of(
     """(the slot that a request reads, 0 where it starts from zeros, and the one that it writes)."""
     row_ptr = slots_ptr + req * stride_slots
     return tl.load(row_ptr + _READ).to(tl.int64), tl.load(row_ptr + _WRITE).to(tl.int64)
+
+
+@triton.jit
+def state_tile(
+    state_ptr,  # [num_slots, heads, KEY_DIM, VALUE_DIM]
+    slot,
+    head,
+    heads,
+    dims,  # [rows] of a head's state
+    cols,  # [columns] of it
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """(pointers [rows, columns] into a slot, whether each is of the state)."""
+    in_slot = (head * KEY_DIM + dims).to(tl.int64)[:, None] * VALUE_DIM + cols[None, :]
+    is_state = (dims < KEY_DIM)[:, None] & (cols < VALUE_DIM)[None, :]
+    return state_ptr + slot * (heads * KEY_DIM * VALUE_DIM) + in_slot, is_state
 
 
 @triton.jit

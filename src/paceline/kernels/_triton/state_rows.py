@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
-from paceline.kernels._triton.state_parts import product, slots_of, solve, write_window
+from paceline.kernels._triton.state_parts import product, slots_of, solve, state_tile, write_window
 
 # (columns of a program's states, warps) of one row each, which are many requests' (few have
 # `state_step`), and of rounds.  The fastest on an H200 of 8 to 128 columns and 1 to 16 warps.
@@ -61,12 +61,9 @@ def _state_rows_kernel(
     dims = tl.arange(0, BLOCK_K)
     cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     is_dim, is_col = dims < KEY_DIM, cols < VALUE_DIM
-    in_slot = (head * KEY_DIM + dims).to(tl.int64)[:, None] * VALUE_DIM + cols[None, :]
-    of_slot = heads * KEY_DIM * VALUE_DIM
-    is_state = is_dim[:, None] & is_col[None, :]
-    state = tl.load(
-        state_ptr + read * of_slot + in_slot, mask=tl.where(is_state, read, 0) != 0, other=0.0
-    ).to(tl.float32)
+    state_ptrs, is_state = state_tile(state_ptr, read, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
+    is_read = tl.where(is_state, read, 0) != 0
+    state = tl.load(state_ptrs, mask=is_read, other=0.0).to(tl.float32)
     wait_for_inputs(OVERLAPPED)
     key_heads = heads // PER_KEY
     key_head = head // PER_KEY
@@ -149,8 +146,8 @@ def _state_rows_kernel(
             left = tl.where(is_row, tl.exp(last - total), 0.0)[:, None]
             behind = product(tl.trans(k), left * u, tl.exp(last) * state, False)
     if u_ptr is None:
-        behind = behind.to(state_ptr.dtype.element_ty)
-        tl.store(state_ptr + written * of_slot + in_slot, behind, mask=is_state)
+        state_ptrs, _ = state_tile(state_ptr, written, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
+        tl.store(state_ptrs, behind.to(state_ptr.dtype.element_ty), mask=is_state)
 
 
 def launch_state_rows(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
-from paceline.kernels._triton.state_parts import slots_of
+from paceline.kernels._triton.state_parts import slots_of, state_tile
 
 # (columns of a program's states, warps) where programs are many and where they are few; the fastest
 # on an H200 of 16 to 128 columns and 1 to 8 warps.
@@ -120,12 +120,9 @@ def _state_step_kernel(
     dims = tl.arange(0, BLOCK_K)
     cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     is_dim, is_col = dims < KEY_DIM, cols < VALUE_DIM
-    in_slot = (head * KEY_DIM + dims).to(tl.int64)[:, None] * VALUE_DIM + cols[None, :]
-    of_slot = heads * KEY_DIM * VALUE_DIM
-    is_state = is_dim[:, None] & is_col[None, :]
-    state = tl.load(
-        state_ptr + read * of_slot + in_slot, mask=tl.where(is_state, read, 0) != 0, other=0.0
-    ).to(tl.float32)
+    state_ptrs, is_state = state_tile(state_ptr, read, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
+    is_read = tl.where(is_state, read, 0) != 0
+    state = tl.load(state_ptrs, mask=is_read, other=0.0).to(tl.float32)
     key_head = head // PER_KEY
     at_q = first_q + key_head * step_key + dims
     at_k = first_k + key_head * step_key + dims
@@ -141,9 +138,6 @@ def _state_step_kernel(
     )
     wait_for_inputs(OVERLAPPED)
     let_next_start(OVERLAPPED)
-    tl.debug_barrier()  # every thread's columns are read before the arrival is counted
-    arrived_ptr += req * (heads // PER_KEY) + key_head
-    num_arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
     inputs_ptr += req * stride_inputs_req
     row_q = tl.load(
         inputs_ptr + at_q // PART * stride_inputs_part + at_q % PART, mask=is_dim, other=0.0
@@ -156,6 +150,10 @@ def _state_step_kernel(
     )
     decay = tl.load(decay_ptr + req * stride_decay_req + head)
     rate = tl.load(rate_ptr + req * stride_rate_req + head)
+    # Behind the loads, which would wait for its answer; every thread's columns are read before it.
+    tl.debug_barrier()
+    arrived_ptr += req * (heads // PER_KEY) + key_head
+    num_arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
     q = _mixed(total_q, own_q, row_q)
     k = _mixed(total_k, own_k, row_k)
     v = _mixed(total_v, own_v, row_v)
@@ -174,8 +172,8 @@ def _state_step_kernel(
         out += tl.load(skip_ptr + head).to(tl.float32) * v
     out_ptrs = out_ptr + (req * heads + head) * VALUE_DIM + cols
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_col)
-    behind = behind.to(state_ptr.dtype.element_ty)
-    tl.store(state_ptr + written * of_slot + in_slot, behind, mask=is_state)
+    state_ptrs, _ = state_tile(state_ptr, written, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
+    tl.store(state_ptrs, behind.to(state_ptr.dtype.element_ty), mask=is_state)
     if num_arrived == PER_KEY * tl.num_programs(0) - 1:
         _move_window(window_ptr, window_q, row_q, at_q, is_dim, written, channels, WINDOW)
         _move_window(window_ptr, window_k, row_k, at_k, is_dim, written, channels, WINDOW)
