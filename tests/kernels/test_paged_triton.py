@@ -226,7 +226,9 @@ def case_without_splits(lens: tuple[int, ...]) -> tuple[PagedCase, tuple[Tensor,
 
 
 @pytest.mark.parametrize(("shares", "min_tiles"), [(3, 1), (8, 1), (8, 3), (40, 1)])
-@pytest.mark.parametrize("lens", [(97, 1, 43), (1, 1, 1, 97), (97, 97, 0, 97, 97, 17)])
+@pytest.mark.parametrize(
+    "lens", [(97, 1, 43), (1, 1, 1, 97), (97, 97, 0, 97, 97, 17), (43, 43, 17)]
+)
 def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_tiles: int) -> None:
     case, (whole, whole_lse) = case_without_splits(lens)
     out, lse = run_splits(case, 0, min_tiles, shares=shares)

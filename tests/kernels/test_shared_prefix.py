@@ -174,14 +174,16 @@ def test_decode_of_shared_prefixes_matches_reference(name: str, chunks: int, sha
     assert_matches(case, run_shared(case, chunks=chunks, shares=shares))
 
 
-def test_what_is_shared_is_read_once() -> None:
+@pytest.mark.parametrize("shares", [10, 2], ids=["in splits", "one split each"])
+def test_what_is_shared_is_read_once(shares: int) -> None:
     """A tile reads by the table of its last request: those of the others are not looked at."""
     case = shared_case("gqa2-80-96")
     table = case.page_table.clone()
     table[[0, 1, 2], : 96 // 16] = 0  # a page of NaN
     blinded = replace(case, page_table=table)
     plain, actual = (
-        run_shared(each, chunks=1, shares=10, tables=case.page_table)[0] for each in (case, blinded)
+        run_shared(each, chunks=1, shares=shares, tables=case.page_table)[0]
+        for each in (case, blinded)
     )
     assert torch.equal(plain, actual)
 

@@ -12,6 +12,7 @@ Many requests have splits by their lengths, so that nobody waits for the longest
 most half as much again as its share of all tiles.  Worked example, SHARES 4, BLOCK_KEYS 64,
 kv_lens 100, 900, 200 in 2, 15 and 4 tiles: a split has at most ceil(3 * 21 / (2 * 4)) = 8, so the
 requests have 1, 2 and 1, at slots 0, 1 to 2, and 3; programs of further slots leave at once.
+Where no request is longer than that, as with equal lengths, slot n is request n, uncounted.
 
 Of a prefix that many requests share (kernels/paged_attention/shared_prefix.py) the keys were
 attended to before: here they count for no length, and who finishes a request adds what they gave.
@@ -107,6 +108,11 @@ def _store_heads(
 
 
 @triton.jit
+def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
+    return sum_a + sum_b, tl.maximum(largest_a, largest_b)
+
+
+@triton.jit
 def _at_slot(
     slot,
     kv_lens_ptr,  # [reqs] int32
@@ -134,18 +140,27 @@ def _at_slot(
         shared_lens = tl.load(shared_lens_ptr + reqs, mask=is_req, other=0)
         visible = lens - shared_lens
     tiles = tl.cdiv(visible, BLOCK_KEYS)
-    most = tl.maximum(tl.cdiv(3 * tl.sum(tiles, axis=0), 2 * shares), MIN_TILES)
-    splits = tl.where(is_req, tl.maximum(tl.cdiv(tiles, most), 1), 0)
-    ends = tl.cumsum(splits, axis=0)
-    is_before = (ends <= slot) & is_req
-    req = tl.sum(is_before.to(tl.int32), axis=0)
-    first_slot = tl.max(tl.where(is_before, ends, 0), axis=0)
-    is_it = reqs == req
-    kv_len = tl.sum(tl.where(is_it, lens, 0), axis=0)
+    total, largest = tl.reduce((tiles, tiles), 0, _sum_and_largest)
+    most = tl.maximum(tl.cdiv(3 * total, 2 * shares), MIN_TILES)
     shared_len = 0
-    if shared_lens_ptr is not None:
-        shared_len = tl.sum(tl.where(is_it, shared_lens, 0), axis=0)
-    live_splits = tl.sum(tl.where(is_it, splits, 0), axis=0)
+    if largest <= most:
+        # One split each: the slot is the request, and there is nothing to count.
+        is_live = slot < num_reqs
+        kv_len = tl.load(kv_lens_ptr + slot, mask=is_live, other=0)
+        if shared_lens_ptr is not None:
+            shared_len = tl.load(shared_lens_ptr + slot, mask=is_live, other=0)
+        req, first_slot, live_splits = slot, slot, is_live.to(tl.int32)
+    else:
+        splits = tl.where(is_req, tl.maximum(tl.cdiv(tiles, most), 1), 0)
+        ends = tl.cumsum(splits, axis=0)
+        is_before = (ends <= slot) & is_req
+        req = tl.sum(is_before.to(tl.int32), axis=0)
+        first_slot = tl.max(tl.where(is_before, ends, 0), axis=0)
+        is_it = reqs == req
+        kv_len = tl.sum(tl.where(is_it, lens, 0), axis=0)
+        if shared_lens_ptr is not None:
+            shared_len = tl.sum(tl.where(is_it, shared_lens, 0), axis=0)
+        live_splits = tl.sum(tl.where(is_it, splits, 0), axis=0)
     return req, kv_len, shared_len, first_slot, live_splits
 
 

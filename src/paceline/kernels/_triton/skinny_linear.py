@@ -3,7 +3,7 @@
 The weight is read once, as fast as memory gives it; what counts is how many bytes are on their way.
 One token: each program holds whole weight rows in registers, asked for in one go, before it waits
 for x.  More tokens: the product is taken transposed, [features, tokens] = W x^T, so that the
-weight is the tall operand of the matrix unit, through a four-deep ring of tiles.
+weight is the tall operand of the matrix unit, through a ring of four tiles or five.
 
 Where tiles of features do not fill the chip the inner dimension is split; each split leaves its
 part in `partial`, and the last to arrive adds all parts, in order, so that the sum is always the
@@ -29,6 +29,7 @@ from paceline.kernels.skinny_linear import SkinnyTile
 
 _ROW_WARPS = 8
 _MOST_STAGES = 4
+_SQUARE_STAGES = 5  # of 64 features and 64 tokens: a multiprocessor has one such program either way
 _ROW_ELEMENTS = 4096  # of one program's tile, at least
 _CHUNK_ELEMENTS = 2048  # of one chunk of it, where rows are cut
 _MOST_CHUNKS = 7  # of a row
@@ -223,6 +224,8 @@ def launch_skinny_linear(
         return
     weight_rows = tile.features if activation is None else 2 * tile.features
     stage_bytes = (weight_rows + tile.tokens) * tile.inner * x.element_size()
+    is_square = tile.tokens == weight_rows
+    most_stages = _SQUARE_STAGES if is_square else _MOST_STAGES
     launch(
         _few_tokens_kernel,
         (cdiv(out_features, tile.features), splits),
@@ -245,6 +248,6 @@ def launch_skinny_linear(
         BLOCK_INNER=tile.inner,
         WIDEN=x.dtype == torch.bfloat16 and interpreted(_few_tokens_kernel),
         num_warps=4,
-        num_stages=min(_MOST_STAGES, shared_memory_bytes(x.device) // stage_bytes),
+        num_stages=min(most_stages, shared_memory_bytes(x.device) // stage_bytes),
         **overlap_options(x.device, _few_tokens_kernel),
     )
