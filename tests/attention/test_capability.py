@@ -286,7 +286,7 @@ FLOAT = {"dtype": torch.float32, "kv_dtype": torch.float32}
         ({}, []),
         (
             {"heads": (Heads(8, 1, 640, 512, True),)},
-            ["latent dims must be [(64, 16), (256, 32), (256, 64), (512, 64)], got "],
+            ["latent dims must be [(64, 16), (128, 64), (256, 32), (256, 64), (512, 64)], got "],
         ),
         (
             {"heads": (Heads(8, 1, 576, 512),)},

@@ -17,12 +17,19 @@ from paceline.proof.rig.paged import errors, permuted_pages
 
 pytest.importorskip("triton")
 
-RANK, ROPE, PAGE = 64, 16, 16
+RANK, ROPE = 64, 16
+ROOMY = 227 << 10  # bytes of shared memory
 CPU = torch.device("cpu")
 
 
 def latent_call(
-    heads: int, prefix_lens: list[int], extend: int, mask: MaskKind, *, scaled: bool = False
+    heads: int,
+    prefix_lens: list[int],
+    extend: int,
+    mask: MaskKind,
+    *,
+    scaled: bool = False,
+    page_size: int = 16,
 ) -> PagedCall:
     """Requests with `extend` tokens behind each prefix; of a tree the second half are siblings.
 
@@ -30,15 +37,15 @@ def latent_call(
     """
     lens = [prefix + extend for prefix in prefix_lens]
     generator = torch.Generator().manual_seed(7)
-    table, num_pages = permuted_pages(lens, PAGE, generator, spare=1)
-    rows = torch.randn(num_pages, PAGE, 1, RANK + ROPE, generator=generator).bfloat16()
+    table, num_pages = permuted_pages(lens, page_size, generator, spare=1)
+    rows = torch.randn(num_pages, page_size, 1, RANK + ROPE, generator=generator).bfloat16()
     for request, length in enumerate(lens):
-        if length % PAGE:
-            rows[table[request, length // PAGE], length % PAGE :] = float("nan")
+        if length % page_size:
+            rows[table[request, length // page_size], length % page_size :] = float("nan")
     cache = PagedCache(rows, rows[..., :RANK])
     if scaled:
-        rows[..., :RANK] *= torch.exp2(torch.arange(num_pages * PAGE) % 7 - 3.0).view(
-            -1, PAGE, 1, 1
+        rows[..., :RANK] *= torch.exp2(torch.arange(num_pages * page_size) % 7 - 3.0).view(
+            -1, page_size, 1, 1
         )
         codes, scales = quantise_latents(rows[..., :RANK])
         cache = PagedCache(codes, codes, beside=ScaledLatents(rows[..., RANK:].clone(), scales))
@@ -103,32 +110,39 @@ def test_each_tile_table_meets_the_definition(step: str, tile: str, splits: int)
     call = latent_call(heads, [200, 0, 63], extend, mask)
     workspace = nan_workspace(call, splits) if splits > 1 else None
     launch_paged_extend(
-        call, workspace, splits=splits, config=latent_config(rows, programs, is_scaled=False)
+        call,
+        workspace,
+        splits=splits,
+        config=latent_config(rows, programs, is_scaled=False, shared_bytes=ROOMY),
     )
     found = errors(call.out, call.q, call.cache, call.rows, call.weighing)
     assert float(found.max()) <= 1.0
 
 
 @pytest.mark.parametrize(
-    ("rows", "programs", "splits", "extend", "mask"),
+    ("rows", "programs", "splits", "extend", "mask", "page_size"),
     [
-        (16, 1, 1, 6, MaskKind.TREE),
-        (16, 1000, 3, 1, MaskKind.CAUSAL),
-        (64, 1, 1, 5, MaskKind.CAUSAL),
-        (64, 1, 3, 1, MaskKind.CAUSAL),
+        (16, 1, 1, 6, MaskKind.TREE, 128),
+        (16, 1000, 3, 1, MaskKind.CAUSAL, 16),
+        (16, 1000, 3, 1, MaskKind.CAUSAL, 64),
+        (64, 1, 1, 5, MaskKind.CAUSAL, 16),
+        (64, 1, 3, 1, MaskKind.CAUSAL, 64),
     ],
-    ids=["few-tree", "pairs", "wide", "wide-splits"],
+    ids=["few-tree-in-pages", "pairs", "pairs-in-pages", "wide", "wide-splits"],
 )
 def test_scaled_latents_meet_the_definition(
-    rows: int, programs: int, splits: int, extend: int, mask: MaskKind
+    rows: int, programs: int, splits: int, extend: int, mask: MaskKind, page_size: int
 ) -> None:
     from paceline.kernels._triton.paged_extend import latent_config, launch_paged_extend
 
     heads = rows + 6 if extend == 1 else rows // 4
-    call = latent_call(heads, [200, 0, 63], extend, mask, scaled=True)
+    call = latent_call(heads, [200, 0, 63], extend, mask, scaled=True, page_size=page_size)
     workspace = nan_workspace(call, splits) if splits > 1 else None
     launch_paged_extend(
-        call, workspace, splits=splits, config=latent_config(rows, programs, is_scaled=True)
+        call,
+        workspace,
+        splits=splits,
+        config=latent_config(rows, programs, is_scaled=True, shared_bytes=ROOMY),
     )
     found = errors(call.out, call.q, call.cache, call.rows, call.weighing)
     assert float(found.max()) <= 1.0
@@ -139,11 +153,21 @@ def test_many_programs_of_few_rows_have_a_neighbour_with_fewer_keys() -> None:
     from paceline.kernels._triton.paged_extend import latent_config
 
     few, many, wide = (
-        latent_config(rows, programs, is_scaled=False)
+        latent_config(rows, programs, is_scaled=False, shared_bytes=ROOMY)
         for rows, programs in ((16, 64), (16, 65), (64, 1000))
     )
     assert (few.block_keys, many.block_keys, wide.block_keys) == (64, 32, 64)
-    codes = latent_config(16, 65, is_scaled=True)
-    assert (codes.block_keys, codes.num_warps, codes.num_stages) == (64, 4, 2)
     tiles, queries = many.num_stages - 1, many.block_rows
-    assert 2 * 576 * 2 * (tiles * many.block_keys + queries) < 227 << 10
+    assert 2 * 576 * 2 * (tiles * many.block_keys + queries) < ROOMY
+
+
+def test_codes_are_on_their_way_while_others_are_read_where_there_is_room() -> None:
+    """Two programs with two tiles each fit an H200; smaller GPUs have one tile at a time."""
+    from paceline.kernels._triton.paged_extend import latent_config
+
+    roomy, small = (
+        latent_config(16, 65, is_scaled=True, shared_bytes=each) for each in (ROOMY, 99 << 10)
+    )
+    assert (roomy.block_keys, roomy.num_warps, roomy.num_stages, small.num_stages) == (64, 4, 3, 2)
+    tile, queries = roomy.block_keys * (512 + 4 + 128), 16 * 576 * 2
+    assert 2 * ((roomy.num_stages - 1) * tile + queries) < ROOMY

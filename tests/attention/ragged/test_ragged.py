@@ -16,6 +16,8 @@ from paceline.attention.ragged.contract import (
     RaggedConfig,
     RaggedLimits,
     RaggedPart,
+    keyless_tokens,
+    spoil_,
 )
 from paceline.attention.ragged.flashinfer_ragged import FlashInferRagged
 from paceline.attention.ragged.own import OWN
@@ -96,6 +98,18 @@ def test_no_request_takes_values_of_another_or_hides_its_own(backend, bad) -> No
     assert torch.equal(found[:6], wanted[:6])
     assert not found[6:, 1, 3].isfinite().any()
     assert lse[6:].isfinite().all()
+
+
+@pytest.mark.parametrize("live", [(9, 0, 0), (0, 0, 0)], ids=["frozen", "warm-up"])
+def test_rows_behind_the_last_that_lives_are_nobodys(live) -> None:
+    """The host counts on more rows than the device has: no operator may check one by the other."""
+    part = replace(part_of(LENS_K, causal=False), cu_q=ends_of(live), k_lens=(5, 0, 7))
+    out = torch.zeros(sum(LENS_Q), HEADS, 128)
+    spoil_(out, torch.arange(12) == 3, part)  # a key of the first request
+    assert out[: live[0]].isnan().all()
+    keyless = keyless_tokens(part)
+    assert keyless is not None
+    assert keyless[: live[0]].tolist() == [False] * live[0]
 
 
 @pytest.mark.parametrize(

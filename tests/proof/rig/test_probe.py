@@ -7,6 +7,7 @@ import pytest
 import torch
 from rig_cases import (
     BOTH,
+    CASES,
     DECODE,
     EXTEND,
     FROZEN_KV,
@@ -52,6 +53,18 @@ def test_a_right_lse_is_accepted_with_either_part(case, runner):
     rig = rig_of(case, Exact, runner)
     rig.launch(0)
     assert rig.lse(0).shape == (case.batches[0].num_tokens, case.num_heads)
+
+
+def test_rows_that_are_expanded_have_no_lse_of_the_backend():
+    case = CASES["mla/mixed/expanded-behind-decode"]
+    asked = []
+
+    def note(lse, layer):
+        asked.append(len(lse))
+        return lse
+
+    assert cell(with_lse(note), case, RunnerKind.EAGER).status is Status.PROVEN
+    assert 0 < max(asked) < case.batches[0].num_tokens  # of the rows before these alone
 
 
 @pytest.mark.parametrize("case", [DECODE, FROZEN_KV], ids=lambda c: c.name)

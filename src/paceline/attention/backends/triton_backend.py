@@ -34,7 +34,7 @@ from paceline.kernels.paged_attention import (
 from paceline.kernels.step_view import StepView
 
 HEAD_DIMS = frozenset({64, 80, 96, 128, 256})
-LATENT_DIMS = frozenset({(512, 64), (256, 64), (256, 32), (64, 16)})
+LATENT_DIMS = frozenset({(512, 64), (256, 64), (256, 32), (128, 64), (64, 16)})
 FP8_ARCH = (8, 9)  # compute capability with conversions from float8_e4m3fn
 
 

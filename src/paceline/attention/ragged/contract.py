@@ -176,8 +176,10 @@ def spoil_(out: Tensor, keys: Tensor, part: RaggedPart) -> Tensor:
 
 
 def _of_tokens(of_reqs: Tensor, part: RaggedPart) -> Tensor:
-    """[reqs] -> [tokens]"""
-    return torch.repeat_interleave(of_reqs, part.cu_q.diff(), output_size=sum(part.q_lens))
+    """[reqs] -> [tokens]; of those behind the last request, which a frozen row leaves, anything."""
+    token = torch.arange(sum(part.q_lens), dtype=torch.int32, device=of_reqs.device)
+    request = torch.searchsorted(part.cu_q[1:], token, right=True)
+    return of_reqs.index_select(0, request.clamp(max=len(of_reqs) - 1))
 
 
 def blank_keyless_(out: Tensor, lse: Tensor, keyless: Tensor | None) -> tuple[Tensor, Tensor]:

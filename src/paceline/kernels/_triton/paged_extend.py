@@ -36,6 +36,7 @@ _ALL_ROWS = 1 << 30
 _MANY_LATENT = (
     16  # programs of few wide rows: each has many keys, and its warps wait for one another
 )
+_ROOMY = 163840  # bytes of shared memory for tiles on their way while others are read
 _MANY_PROGRAMS = 128  # fewer run in the shade of the longer requests, and alone would wait for keys
 
 
@@ -74,25 +75,28 @@ def extend_config(
         block_rows=block_rows,
         block_keys=min(64, keys_per_stage(head_dim, v_head_dim, dtype.itemsize)),
         num_warps=8 if block_rows * widest >= 16384 else 4,
-        num_stages=3 if shared_bytes >= 163840 else 2,
+        num_stages=3 if shared_bytes >= _ROOMY else 2,
         min_tiles=1,
     )
 
 
-def latent_config(block_rows: int, programs: int, *, is_scaled: bool) -> SplitConfig:
+def latent_config(
+    block_rows: int, programs: int, *, is_scaled: bool, shared_bytes: int
+) -> SplitConfig:
     """The same where V lies in K: a tile of keys is read once and is wide.
 
     is_scaled: in float8, whose tiles of 64 keys are as many bytes as of 32 in 16 bits.  Each warp
-    then loads the queries for twice the keys; two stages leave its registers to the products.
+    then loads the queries for twice the keys.
     """
     pairs = in_pairs(block_rows, programs, is_scaled=is_scaled)
     few_keys = pairs and not is_scaled
+    has_room = shared_bytes >= _ROOMY
     few_warps = pairs or (block_rows < WIDE_ROWS and programs >= _MANY_LATENT)
     return SplitConfig(
         block_rows=block_rows,
         block_keys=32 if few_keys else 64,
         num_warps=4 if few_warps else 8,
-        num_stages=2 if block_rows == WIDE_ROWS or (pairs and is_scaled) else 3,
+        num_stages=2 if block_rows == WIDE_ROWS or (is_scaled and not has_room) else 3,
         min_tiles=1,
     )
 
@@ -123,7 +127,12 @@ def launch_paged_extend(
         few = row_tile(num_reqs, kv_heads, rows, dtype=q.dtype, is_wide=v_in_k)
         if v_in_k:
             programs = num_reqs * kv_heads * cdiv(rows, few)
-            return latent_config(few, programs, is_scaled=cache.beside is not None)
+            return latent_config(
+                few,
+                programs,
+                is_scaled=cache.beside is not None,
+                shared_bytes=shared_memory_bytes(q.device),
+            )
         return extend_config(
             rows,
             head_dim,
@@ -194,6 +203,9 @@ def _start(
     loads_first = constants["V_IN_K"] and is_wide
     # What feeds matrix units from shared memory is laid down there as float16, once.
     words = call.cache.beside is not None and not is_wide
+    weighing = call.weighing
+    from_first = weighing.window is None and weighing.chunk is None  # tiles begin at multiples
+    in_page = words and from_first and constants["PAGE_SIZE"] % config.block_keys == 0
     launch(
         paged_extend_kernel,
         grid,
@@ -203,6 +215,7 @@ def _start(
         IN_SLOTS=in_slots,
         BLOCK_ROWS=config.block_rows,
         BLOCK_KEYS=config.block_keys,
+        IN_PAGE=in_page,
         MIN_TILES=config.min_tiles,
         MERGE_SPLITS=merged,
         LOADS_FIRST=loads_first,

@@ -39,7 +39,7 @@ from paceline.kernels._triton.visible_keys import tree_bits_of, tree_depths, vis
 @triton.jit
 def _attend_keys(
     start,  # first key of the tile
-    page,  # [keys] int32 page ids of the tile
+    page,  # [keys] int32 page ids of the tile, or one where IN_PAGE
     end,  # keys from here on are dead
     query_position,  # [rows] int32
     token,  # [rows] int64
@@ -78,6 +78,7 @@ def _attend_keys(
     NODES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    IN_PAGE: tl.constexpr,  # a tile lies in one page
     DIM_K: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_DIM_K: tl.constexpr,
@@ -96,7 +97,18 @@ def _attend_keys(
     """One tile of keys; without MASKED every row sees every key of it."""
     keys = start + tl.arange(0, BLOCK_KEYS)
     live = keys < end
-    slot = keys % PAGE_SIZE
+    if IN_PAGE:
+        # What is the same for all keys is added to pointers once; what is left never changes.
+        slot = tl.arange(0, BLOCK_KEYS)
+        first_slot, page = start % PAGE_SIZE, page.to(tl.int64)
+        k_head_ptr += page * stride_k_page + first_slot * stride_k_slot
+        v_head_ptr += page * stride_v_page + first_slot * stride_v_slot
+        if row_scale_ptr is not None:
+            turned_ptr += page * stride_turned_page + first_slot * stride_turned_slot
+            row_scale_ptr += page * stride_row_scale_page + first_slot * stride_row_scale_slot
+        page = tl.zeros([BLOCK_KEYS], tl.int32)
+    else:
+        slot = keys % PAGE_SIZE
     k_offsets = page.to(tl.int64) * stride_k_page + slot * stride_k_slot
     if SAME_STRIDES:
         v_offsets = k_offsets
@@ -256,6 +268,7 @@ def paged_extend_kernel(
     IN_SLOTS: tl.constexpr,  # the first axis counts slots, the second KV heads
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    IN_PAGE: tl.constexpr,  # a tile of keys lies in one page
     DIM_K: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_DIM_K: tl.constexpr,
@@ -326,7 +339,7 @@ def paged_extend_kernel(
     # Tiles are dealt to the splits in turn, as in a decode; a single one masks only its last tiles.
     first = begin + split * BLOCK_KEYS
     page_row_ptr = page_table_ptr + req * stride_page_table_req
-    columns = tl.arange(0, BLOCK_KEYS)
+    columns = 0 if IN_PAGE else tl.arange(0, BLOCK_KEYS)
     page = lookup_pages(page_row_ptr, first + columns, max_pages, PAGE_SIZE)
     cols_k = tl.arange(0, BLOCK_DIM_K)
     q_rows = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None]
@@ -410,12 +423,12 @@ def paged_extend_kernel(
                 stride_row_scale_page, stride_row_scale_slot, stride_tree_token,
                 token_begin, prefix_len, extend_len, running_max, running_sum, acc, acc_odd,
                 scale, scale_rest,
-                MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K,
+                MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, IN_PAGE, DIM_K, DIM_V, BLOCK_DIM_K,
                 BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, WORDS, BLOCK_ROWS, BLOCK_KEYS,
                 SAME_STRIDES, WIDEN, LOADS_FIRST, MASKED=False,
             )  # fmt: skip
             page = next_page
-        first = full_end
+        first += tl.cdiv(tl.maximum(full_end - first, 0), step) * step
     for start in tl.range(first, end, step, num_stages=LOOP_STAGES):
         next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
         running_max, running_sum, acc, acc_odd = _attend_keys(
@@ -426,9 +439,9 @@ def paged_extend_kernel(
             stride_row_scale_page, stride_row_scale_slot, stride_tree_token,
             token_begin, prefix_len, extend_len, running_max, running_sum, acc, acc_odd,
             scale, scale_rest,
-            MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
-            DIM_REST, BLOCK_REST, V_IN_K, WORDS, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
-            LOADS_FIRST, MASKED=True,
+            MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, IN_PAGE, DIM_K, DIM_V, BLOCK_DIM_K,
+            BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, WORDS, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES,
+            WIDEN, LOADS_FIRST, MASKED=True,
         )  # fmt: skip
         page = next_page
 

@@ -111,10 +111,10 @@ def scaled_scores(
     if not IN_HALVES or always:
         if codes.dtype == tl.int16:
             even, odd = codes_of(tl.trans(codes))
-            scores = dot(q, even, zeros, WIDEN) + dot(q_odd, odd, zeros, WIDEN)
+            factor = scale * row_scale[None, :]
+            scores = dot(q, even, zeros, WIDEN) * factor + dot(q_odd, odd, zeros, WIDEN) * factor
         else:
-            scores = dot(q, tl.trans(codes), zeros, WIDEN)
-        scores = scores * scale * row_scale[None, :]
+            scores = dot(q, tl.trans(codes), zeros, WIDEN) * scale * row_scale[None, :]
         scores += dot(q_rest, tl.trans(rest), zeros, WIDEN) * scale_rest
     else:
         scores = dot(q_rest, tl.trans(rest), zeros, WIDEN)

@@ -73,8 +73,9 @@ class Rig:
         return self._probe.outs[layer, : self._tokens].double().cpu()
 
     def lse(self, layer: int) -> Tensor | None:
-        """[num_tokens, num_heads] float64 likewise; None where forward returned none."""
-        if layer not in self._watched.layers_with_lse:
+        """[num_tokens, num_heads] float64 likewise; None where forward returned none, or is not
+        asked for all tokens, since some are expanded."""
+        if layer not in self._watched.layers_with_lse or self._case.latent_expand_from:
             return None
         return self._watched.lses[layer][: self._tokens].double().cpu()
 
