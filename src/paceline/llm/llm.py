@@ -45,6 +45,9 @@ Prompts = Prompt | Iterable[Prompt]
 ParamsOfEach = Params | Sequence[Params]
 
 CHAT_DEFAULTS = SamplingParams(max_tokens=None)  # an answer ends where the model ends it
+# Of the tokens of a step, what starts the first of a call that pools: the device waits for it to
+# be read.  Each step behind it takes twice as many, up to all.
+FIRST_PART = 4
 
 
 class LLM:
@@ -436,18 +439,21 @@ class LLM:
         self, admitted: Iterable[AdmittedPrompt], count: int, *, shown: bool | None
     ) -> list[RequestOutput]:
         """Run prompts of which nothing is generated, `count` of them, each step as soon as they
-        fill it.  Raises RequestError, and what `admitted` raises; nothing is left running then."""
+        fill it, the first a part of one, so that the device computes while the rest is read.
+        Raises RequestError, and what `admitted` raises; nothing is left running then."""
         options = self.prepared.options
         most_tokens, most = known(options.max_num_batched_tokens), known(options.max_num_seqs)
+        wanted = most_tokens // FIRST_PART
         trackers: list[Tracker] = []
         num_tokens = first = 0  # of the next step; its first prompt
         try:
             for index, each in enumerate(admitted):
                 trackers.append(self._add_indexed(each, index, count))
                 num_tokens += len(each.token_ids)
-                if num_tokens >= most_tokens or len(trackers) - first >= most:
+                if num_tokens >= wanted or len(trackers) - first >= most:
                     self._live.engine.step()
                     num_tokens, first = 0, len(trackers)
+                    wanted = min(2 * wanted, most_tokens)
         except BaseException:
             self._abort_all(trackers)
             raise
