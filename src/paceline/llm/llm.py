@@ -45,8 +45,8 @@ Prompts = Prompt | Iterable[Prompt]
 ParamsOfEach = Params | Sequence[Params]
 
 CHAT_DEFAULTS = SamplingParams(max_tokens=None)  # an answer ends where the model ends it
-# Of the tokens of a step, what starts the first of a call that pools: the device waits for it to
-# be read.  Each step behind it takes twice as many, up to all.
+# A call that pools starts its first step with so small a part, 1 / FIRST_PART, of a step's tokens,
+# as the device waits for it to be read; each behind it takes twice as many, up to all.
 FIRST_PART = 4
 
 
@@ -225,7 +225,8 @@ class LLM:
 
         dimensions: so many of its first numbers; None: all.  normalize: to length 1, behind the
         cut; None: as the model's files say, and yes where they do not.
-        Steps start as soon as prompts fill them: the device computes while the rest is read.
+        Steps start as soon as prompts fill them, the first with a part of one: the device computes
+        while the rest is read.
         Raises RequestError, of a model that makes no vectors, too, saying what would; what has been
         started for other prompts is aborted then.
         """
@@ -439,8 +440,8 @@ class LLM:
         self, admitted: Iterable[AdmittedPrompt], count: int, *, shown: bool | None
     ) -> list[RequestOutput]:
         """Run prompts of which nothing is generated, `count` of them, each step as soon as they
-        fill it, the first a part of one, so that the device computes while the rest is read.
-        Raises RequestError, and what `admitted` raises; nothing is left running then."""
+        fill it, the first 1 / FIRST_PART of it.  Raises RequestError, and what `admitted` raises;
+        nothing is left running then."""
         options = self.prepared.options
         most_tokens, most = known(options.max_num_batched_tokens), known(options.max_num_seqs)
         wanted = most_tokens // FIRST_PART
