@@ -226,7 +226,8 @@ class LLM:
 
         dimensions: so many of its first numbers; None: all.  normalize: to length 1, behind the
         cut; None: as the model's files say, and yes where they do not.
-        Steps start as soon as prompts fill them: the device computes while the rest is read.
+        Steps start as soon as prompts fill them, the first with a part of one: the device computes
+        while the rest is read.
         Raises RequestError, of a model that makes no vectors, too, saying what would; what has been
         started for other prompts is aborted then.
         """

@@ -92,7 +92,7 @@ def test_steps_start_before_all_prompts_are_read_and_a_wrong_one_leaves_nothing(
         monkeypatch.setattr(Admission, "_admit", count)
         monkeypatch.setattr(llm._live.runner, "launch", note)
         found = llm.embed(prompts)
-        assert seen[:2] == [2, 5]  # 20 tokens; 3 requests
+        assert seen[:3] == [1, 2, 5]  # a quarter of 20 tokens, a half, 3 requests
         assert_vectors(found, [embedder.vector(ids, Pooling.LAST) for ids in prompts])
         with pytest.raises(RequestError, match=r"^prompt\[5\]: prompt must be 1 to 128 tokens"):
             llm.embed([*prompts[:5], [4] * 129])
