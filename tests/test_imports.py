@@ -271,14 +271,35 @@ def test_the_block_is_seen():
     assert "blocked: click" in done.stderr
 
 
-def test_recording_a_graph_imports_no_compiler():
-    """torch's wrapper around a dispatch mode imports torch._dynamo: seconds of every start."""
+def test_weighing_recording_and_planning_import_no_compiler():
+    """sympy and torch._dynamo take longer than an engine takes to start: torch's own kernels for
+    the meta device bring them along, and its wrapper around a dispatch mode."""
     code = """
         import sys
+        from paceline.models import config, locate, size
+
+        def require_none(of, *more):
+            compilers = {"sympy", "torch._dynamo", "torch._inductor", *more} & sys.modules.keys()
+            assert not compilers, f"{of}: {compilers}"
+
+        parsed = config.parse_config(locate.locate("gpt-oss-20b").config)
+        assert size.weights_bytes(parsed, "bfloat16") > 1e9
+        require_none("weighing", "triton")
+
         import torch
         from paceline.runner.recording.recorded import RecordedGraph
         RecordedGraph(poison=False).capture(lambda: torch.ones(2).add_(1))
-        assert "torch._dynamo" not in sys.modules
+        require_none("recording")
+
+        from paceline.plan.explain import explain_model
+        asked = {"model": "llama-3.1-8b", "load_format": "dummy"}
+        explain_model(asked, gpu="h200")
+        explain_model({**asked, "max_model_len": 30000}, gpu="l4")
+        explain_model({"model": "bundled", "device": "cpu"}, gpu=None)  # whose own head drafts
+        for model in ("deepseek-v3-7-layers", "mamba2-2.7b", "qwen3-next-16-layers", "bert-base"):
+            explain_model({"model": model, "load_format": "dummy"}, gpu="h200")
+        explain_model({"model": model, "load_format": "dummy", "device": "cpu"}, gpu=None)
+        require_none("planning")
     """
     done = python(code)
     assert done.returncode == 0, done.stderr

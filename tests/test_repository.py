@@ -218,16 +218,21 @@ def test_a_verb_of_make_installs_what_it_needs_and_runs(verb, uv, tmp_path):
     assert ("[dev]" in text) == (verb not in {"demo", "bench"})
 
 
-@pytest.mark.parametrize("leak", ["warnings.warn('x')", "open(__file__)"])
-def test_a_warning_fails_a_test_in_a_worker_too(leak, tmp_path):
-    case = tmp_path / "test_leak.py"
-    case.write_text(f"import warnings\n\ndef test_leak():\n    {leak}\n")
+def test_a_warning_fails_a_test_in_a_worker_too(tmp_path):
+    """One that is given, and one of a file that nobody closes."""
+    case = tmp_path / "test_leaks.py"
+    leaks = {"warns": "warnings.warn('x')", "leaves": "open(__file__)"}
+    tests = [f"def test_{name}():\n    {leak}\n" for name, leak in leaks.items()]
+    case.write_text("\n\n".join(["import warnings", *tests]))
     words = [sys.executable, "-m", "pytest", "-n", "1", "-c", str(ROOT / "pyproject.toml")]
     words += ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", f"--basetemp={tmp_path / 'own'}"]
-    words += [str(case)]
+    words += [str(case), "-rfE"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
-    assert "1 failed" in done.stdout or "1 passed, 1 error" in done.stdout, done.stdout
+    for name in leaks:
+        assert re.search(rf"^(FAILED|ERROR) \S*::test_{name}\b", done.stdout, re.MULTILINE), (
+            done.stdout
+        )
 
 
 @pytest.mark.parametrize("uv", INSTALL, ids=["pip", "uv"])

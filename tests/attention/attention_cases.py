@@ -152,22 +152,18 @@ def walk(
 def _attend(
     paged: PagedCase, case: Case, request: Request, row: int, head: int, seen: list[int]
 ) -> tuple[Tensor, Tensor]:
-    kv_head = head // (case.heads // case.kv_heads)
-    total = torch.zeros((), dtype=torch.float64)
-    mixed = torch.zeros(case.v_head_dim, dtype=torch.float64)
-    for key in seen:
-        score = paged.scale * (request.queries[row, head] @ request.keys[key, kv_head])
-        if case.soft_cap is not None:
-            score = case.soft_cap * torch.tanh(score / case.soft_cap)
-        weight = score.exp()
-        total = total + weight
-        mixed = mixed + weight * request.values[key, kv_head]
     if not seen:
-        return mixed, torch.tensor(-math.inf, dtype=torch.float64)
-    sunk = total
+        nothing = torch.zeros(case.v_head_dim, dtype=torch.float64)
+        return nothing, torch.tensor(-math.inf, dtype=torch.float64)
+    kv_head = head // (case.heads // case.kv_heads)
+    scores = paged.scale * (request.keys[seen, kv_head] @ request.queries[row, head])
+    if case.soft_cap is not None:
+        scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+    weights = scores.exp()
+    total = sunk = weights.sum()
     if paged.sinks is not None and case.has_sinks and case.part is Part.ALL:
         sunk = total + paged.sinks[head].double().exp()
-    return mixed / sunk, total.log()
+    return weights @ request.values[seen, kv_head] / sunk, total.log()
 
 
 # --- wrong meanings -------------------------------------------------------------------------------

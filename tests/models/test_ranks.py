@@ -4,7 +4,9 @@ four ranks, which here are threads of one process."""
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_checkpoints
@@ -33,6 +35,7 @@ TOLERANCE = 1e-5  # of the largest logit: sums of float32 in another order
 EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # in place of odd ones
 
 
+@cache
 def config_of(case: str) -> ModelConfig:
     raw = tiny_checkpoints.make(case).config.to_dict() | {"dtype": "float32"}
     config = parse_config(raw)
@@ -86,6 +89,15 @@ def logits(model: CausalLM, config: ModelConfig) -> Tensor:
         return model.logits(torch.cat(hidden))
 
 
+@cache
+def alone(case: str) -> tuple[dict[str, Tensor], Tensor]:
+    """A checkpoint, and [TOKENS, vocab] of logits by one process."""
+    config = config_of(case)
+    model = build(config, Parallel())
+    stored = stored_for(model)
+    return stored, logits(fill(model, stored), config)
+
+
 def together(models: Sequence[CausalLM], config: ModelConfig) -> list[Tensor]:
     """[ranks] of logits, each computed by a thread."""
     size = len(models)
@@ -126,11 +138,9 @@ def test_a_model_with_layers_that_are_not_split_is_refused(case: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_compute_what_one_process_computes(case: str, size: int) -> None:
-    config = config_of(case)
-    alone = build(config, Parallel())
-    stored = stored_for(alone)
+    config, (stored, expected) = config_of(case), alone(case)
     ranks = ranks_of(config, size, stored)
-    require_equal(together(ranks, config), logits(fill(alone, stored), config))
+    require_equal(together(ranks, config), expected)
     planned = exchanged(config, size, torch.float32)
     assert planned is not None
     sums = [module for module in ranks[0].modules() if isinstance(module, RankSum)]
@@ -140,8 +150,7 @@ def test_ranks_compute_what_one_process_computes(case: str, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_what_ranks_read_is_every_number_of_the_checkpoint(case: str, size: int) -> None:
-    config = config_of(case)
-    stored = stored_for(build(config, Parallel()))
+    config, (stored, _) = config_of(case), alone(case)
     times = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in stored.items()}
     for model in ranks_of(config, size, stored):
         require_filled_once(model, model.destinations(), model=case)
@@ -157,26 +166,39 @@ def test_what_ranks_read_is_every_number_of_the_checkpoint(case: str, size: int)
             assert counts.max() == 1, f"{name} is added once"
 
 
+SHAPE = ModelSource(
+    name="a shape",
+    kind=SourceKind.SHAPE,
+    folder=None,
+    config={},
+    generation_config={},
+    tokenizer=None,
+)
+DUMMY: dict[str, Any] = {
+    "device": CPU,
+    "dtype": torch.float32,
+    "load_format": "dummy",
+    "seed": 3,
+}
+
+
+@cache
+def dummy_alone(case: str) -> Tensor:
+    """[TOKENS, vocab] of logits by one process."""
+    config = replace(config_of(case), vocab_size=157)
+    return logits(load_model(SHAPE, config, parallel=Parallel(), **DUMMY), config)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_dummy_weights_are_one_model_for_any_number_of_ranks(case: str, size: int) -> None:
     config = replace(config_of(case), vocab_size=157)
-    source = ModelSource(
-        name="a shape",
-        kind=SourceKind.SHAPE,
-        folder=None,
-        config={},
-        generation_config={},
-        tokenizer=None,
-    )
-    how = {"device": CPU, "dtype": torch.float32, "load_format": "dummy", "seed": 3}
-    alone = load_model(source, config, parallel=Parallel(), **how)
     ways = open_exchange(size, TOKENS * 512, dtype=torch.float32, device=CPU)
     ranks = [
-        load_model(source, config, parallel=Parallel(rank, size), exchange=way, **how)
+        load_model(SHAPE, config, parallel=Parallel(rank, size), exchange=way, **DUMMY)
         for rank, way in enumerate(ways)
     ]
-    require_equal(together(ranks, config), logits(alone, config))
+    require_equal(together(ranks, config), dummy_alone(case))
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,18 @@ DRAFTING = {
 }
 
 
-def config_of(model):
-    return parse_config(locate(model).config)
+def config_of(model, **changed):
+    return parse_config(locate(model).config | changed)
 
 
 def plan(model="llama-3.1-8b", device=H200, **asked):
     return resolve(asked, demands_of(config_of(model), device))
+
+
+def plan_latents(device, **asked):
+    """The first layers of a model decide as all do, and are rehearsed sooner."""
+    config = config_of("deepseek-v2-lite", num_hidden_layers=3)
+    return resolve(asked, demands_of(config, device))
 
 
 def test_llama_8b_weighs_what_its_model_card_says():
@@ -450,7 +456,7 @@ def test_contradictions_are_refused(asked, device, text):
 )
 def test_latents_are_expanded_where_that_takes_fewer_operations(asked, device, least, why):
     """512 * 256 products of a key's expansion, over 768 saved with each query: 170.7."""
-    resolution, _ = plan("deepseek-v2-lite", device, **asked)
+    resolution, _ = plan_latents(device, **asked)
     assert resolution.options.latent_expand_from == least
     assert resolution.origins["latent_expand_from"] == f"chosen: {why}"
     said = "prompts from 171 tokens on: expanded, by our own kernel"
@@ -480,7 +486,7 @@ def test_latents_are_expanded_where_that_takes_fewer_operations(asked, device, l
 )
 def test_who_attends_to_expanded_latents(asked, name, why):
     """Whoever was asked for, by either flag, and says so where it cannot."""
-    resolution, _ = plan("deepseek-v2-lite", H200, **asked)
+    resolution, _ = plan_latents(H200, **asked)
     assert resolution.options.latent_expand_backend == name
     assert resolution.origins["latent_expand_backend"].startswith(why)
     by = "our own kernel" if name == "own" else name

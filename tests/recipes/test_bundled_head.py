@@ -139,7 +139,7 @@ def test_the_band_is_short_and_the_one_the_head_reaches(band, rounds):
 
 def test_taps_in_the_wrong_order_stay_below_the_band(band, rounds):
     chain = {"chain": Shape(band.num_steps, 1, band.num_steps)}
-    found = rounds(band.prompts, TAPS[::-1], chain)["chain"]["tokens_per_round"]
+    found = rounds(band.prompts[::3], TAPS[::-1], chain)["chain"]["tokens_per_round"]
     assert found < 0.9 * band.least_tokens_per_round
 
 

@@ -154,10 +154,20 @@ def test_who_lacks_room_is_preempted_or_waits(served: Served) -> None:
     assert (preempted > 0) == served.attends
 
 
-DRAFTED = {"drafter": ("NGRAM", "STANDALONE"), "topk": (1, 2), "enforce_eager": (False, True)}
+DRAFTED = {"case": CASES, "drafter": ("NGRAM", "STANDALONE"), "topk": (1, 2)}
+DRAFTED |= {"enforce_eager": (False, True)}
 
 
-@pytest.mark.parametrize("cell", all_with_a_cover(DRAFTED))
+@pytest.mark.parametrize(
+    ("served", "cell"),
+    [
+        pytest.param(
+            *(cell["case"] for cell in each.values), *each.values, id=each.id, marks=each.marks
+        )
+        for each in all_with_a_cover(DRAFTED)
+    ],
+    indirect=["served"],
+)
 def test_drafts_change_no_text(served: Served, drafter: Path, cell: Cell) -> None:
     name = cell["drafter"]
     options = {"speculative_algorithm": name, "speculative_eagle_topk": cell["topk"]}

@@ -11,6 +11,8 @@ from paceline.cli.app import app
 from paceline.cli.check import check
 from paceline.proof.check.flags import FLAGS
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 
 def run(*words, names=("passes",)):
     given = {"suite": suite_of(*names), "harness": HARNESS}

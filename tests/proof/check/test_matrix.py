@@ -1,6 +1,7 @@
 """Which cells a selection has, and that a run outlives whatever a cell does to its process."""
 
 import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from paceline.proof.check.matrix import (
 from paceline.proof.check.workers import LastResult, ProcessUsage, usage_of
 from paceline.proof.suite.modes import ForwardMode
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 CASES = [
     case("short"),
     case("long", is_quick=False),
@@ -198,7 +200,8 @@ def test_a_process_whose_gpu_is_lost_is_unfit(monkeypatch, is_sound):
     assert last.value.value is result
 
 
-def test_what_cells_print_does_not_reach_stdout(capfd):
+def test_what_cells_print_does_not_reach_stdout(capfd, monkeypatch):
+    monkeypatch.setattr(workers, "multiprocessing", multiprocessing)  # warm ones print elsewhere
     run("passes")
     out, err = capfd.readouterr()
     assert not out

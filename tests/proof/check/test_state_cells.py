@@ -239,6 +239,7 @@ def test_the_command_gives_a_matrix_and_names_the_cell_that_fails(tmp_path):
     assert f"again: {again}" in text
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_state_backend_that_cannot_be_loaded_ends_the_run_at_once(tmp_path):
     with pytest.raises(ConfigError, match="--state-backend must be a backend that can be loaded"):
         check(tmp_path / "out.json", state_backend=["no_module:Sums"])

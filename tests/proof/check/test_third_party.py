@@ -77,6 +77,7 @@ def check(*names, path, limit_s):
     return code, {cell["backend"].partition(":")[2]: cell for cell in cells}
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_run_outlives_classes_that_end_their_process(tmp_path):
     names = ["Exits", "Leaves", "Faultless", "Hangs"]
     code, found = check(*names, path=tmp_path / "out.json", limit_s=3.0)

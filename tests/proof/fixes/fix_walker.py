@@ -3,8 +3,8 @@
     python fix_walker.py < jobs > results
 
 jobs: JSON [[fix ids, cases], ...]; results: one JSON line per case, {fixes, case, status, reason}.
-The parent imports what is slow and nothing of the package, so that every child imports the package
-anew, with its own edits.
+The parent imports what is slow, and of the package what needs no module that a job edits: those,
+and what imports them, every child imports anew, with its own edits.
 """
 
 import contextlib
@@ -16,6 +16,10 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import import_module
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import hypothesis  # noqa: F401
@@ -26,9 +30,13 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import triton.language  # noqa: F401
 
 ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "src" / "paceline"
+ROOMS = ("attention", "cache", "core", "kernels", "layers", "models", "proof", "runner")
 sys.path += [str(ROOT / "tests" / room) for room in ("", "models", "proof")]
 import tiny_checkpoints  # noqa: E402
 
+from paceline.core.reverts.hook import revert  # noqa: E402
+from paceline.proof.fixes.registry import all_fixes  # noqa: E402
 from patched_once import patch_once  # noqa: E402
 
 WORKERS = 2
@@ -37,6 +45,8 @@ _OPTIONS = (
     "--capture=no",
     f"--rootdir={ROOT}",
     "-pno:cacheprovider",
+    "-pno:xdist",  # imports that no case needs
+    "-pno:anyio",
     "-pno:unraisableexception",  # what the parent left uncollected is not the case's fault
     "-otimeout=0",  # a child has its own
     "-Wignore:Module already imported",  # before the fork
@@ -47,9 +57,10 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:  # transformers builds tables at its first
         tiny_checkpoints.save("llama-gqa2-untied", Path(folder))
-    gc.freeze()  # pytest collects garbage twice in every child; theirs is theirs alone
-    gc.disable()  # nor does an import of many modules look for it: a child ends soon
+    gc.disable()  # an import of many modules looks for none: a child ends soon
     jobs = [(",".join(fixes), cases) for fixes, cases in json.load(sys.stdin)]
+    import_what_needs_none(edited_by({fix for fixes, _ in jobs for fix in fixes.split(",")}))
+    gc.freeze()  # pytest collects garbage twice in every child; theirs is theirs alone
     running: set[int] = set()
     while jobs or running:
         while jobs and len(running) < WORKERS:
@@ -57,6 +68,34 @@ def main() -> int:
         done, _ = os.wait()
         running.remove(done)
     return 0
+
+
+def edited_by(fixes: Iterable[str]) -> set[str]:
+    """The modules that the edits of any of these are in."""
+    return {module for fix in all_fixes() if fix.id in fixes for module in fix.modules}
+
+
+def import_what_needs_none(edited: set[str]) -> None:
+    """Import the modules of the package that import none of these, nor one that does."""
+    refusing = _Refusing(edited)
+    sys.meta_path.insert(0, refusing)
+    for room in ROOMS:
+        for path in sorted((PACKAGE / room).rglob("*.py")):
+            parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+            with suppress(ImportError):  # of one that is edited, or a vendor's
+                import_module(".".join(parts).removesuffix(".__init__"))
+    sys.meta_path.remove(refusing)
+
+
+class _Refusing(MetaPathFinder):
+    """Fails the import of some modules, and so that of what imports them."""
+
+    def __init__(self, modules: set[str]) -> None:
+        self._modules = modules
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname in self._modules:
+            raise ImportError(fullname)
 
 
 def _start(fixes: str, cases: list[str]) -> int:
@@ -72,8 +111,9 @@ def _start(fixes: str, cases: list[str]) -> int:
 
 
 def _results(fixes: str, cases: list[str]):
-    os.environ["PACELINE_REVERT_FIX"] = fixes
-    assert "paceline" not in sys.modules, "the package is imported by the child alone"
+    if fixes:
+        os.environ["PACELINE_REVERT_FIX"] = fixes
+        revert(fixes.split(","), fixes=PACKAGE / "proof" / "fixes", package=PACKAGE)
     for case in cases:
         try:
             status, reason = _tested(case) if "::" in case else _checked(case)
