@@ -156,19 +156,28 @@ def test_every_code_is_read_in_its_place_whatever_its_scale(tokens: int) -> None
         assert torch.equal(ours.cpu(), (x.float() @ numbers.T).bfloat16())
 
 
+@pytest.mark.parametrize("group", [None, 128])
 @pytest.mark.parametrize("columns", [4096, 200])
-def test_products_of_rounded_rows_equal_those_with_what_codes_stand_for(columns: int) -> None:
-    packing = Packing(FP8, None, False, torch.float32, rounds_inputs=True)
+def test_products_of_rounded_rows_equal_those_with_what_codes_stand_for(
+    columns: int, group: int | None
+) -> None:
+    packing = Packing(FP8, group, False, torch.float32, rounds_inputs=True)
     rng = torch.Generator("cuda").manual_seed(columns)
     numbers = torch.randn(1024, columns, generator=rng, device="cuda")
+    numbers *= torch.exp2(3 * torch.rand(1024, 1, generator=rng, device="cuda"))
     weight = encode(numbers, packing)
     x = torch.randn(130, columns, generator=rng, device="cuda").bfloat16()
     x[1], x[2] = x[1] * 1e-6, 0.0
     assert fits_scaled(x, weight, packing)
     ours = scaled_linear(x, weight, None, packing)
-    wanted = scaled_linear_reference(x, weight, None, packing)
-    assert relative(ours, wanted.double()) < 2.3e-3
+    wanted = scaled_linear_reference(x.float(), weight, None, packing).double()
+    assert relative(ours, wanted) < 1.1 * relative(wanted.bfloat16(), wanted)
     assert relative(ours, x.double() @ numbers.T.double()) < 0.05
+    bias = torch.randn(1024, generator=rng, device="cuda").bfloat16()
+    biased = scaled_linear(x, weight, bias, packing)
+    twice = 2**0.5 if group is not None else 1.0  # of groups rounded before the bias, and behind
+    once = relative((wanted + bias).bfloat16(), wanted + bias)
+    assert relative(biased, wanted + bias) < 1.1 * twice * once
 
 
 @pytest.mark.parametrize("kind", ["int4-g128", "int4-g32-zeros", "fp8-row", "fp8-g128", "int8-row"])

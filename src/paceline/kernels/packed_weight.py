@@ -41,12 +41,13 @@ class Packing:
     group: int | None  # columns that share a scale; None: all
     has_zeros: bool  # of integers; without, zero is half of what codes can be
     scale_dtype: torch.dtype
-    rounds_inputs: bool = False  # products of many rows round these to codes, too: fp8 of rows
+    rounds_inputs: bool = False  # products of many rows round these to codes, too: fp8 with scales
+    # of rows or of chunks, which theirs are of, too
 
     def __post_init__(self) -> None:
         assert self.group is None or self.group in _GROUPS, self
         assert self.kind != FP8 or not self.has_zeros, self
-        assert not self.rounds_inputs or (self.kind == FP8 and self.group is None), self
+        assert not self.rounds_inputs or can_round_inputs(self.kind, self.group), self
 
     @property
     def bits(self) -> int:
@@ -68,6 +69,11 @@ class Packing:
     def __str__(self) -> str:
         group = "a row" if self.group is None else f"{self.group} columns"
         return f"{self.kind}, a scale for {group}"
+
+
+def can_round_inputs(kind: str, group: int | None) -> bool:
+    """Whether there are products of such codes with rows that are rounded alike."""
+    return kind == FP8 and group in (None, CHUNK)
 
 
 def packable(group: int, columns: int) -> bool:

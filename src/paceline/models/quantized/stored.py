@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import WeightsError
-from paceline.kernels.packed_weight import FP8, PackedWeight, Packing, packable
+from paceline.kernels.packed_weight import (
+    FP8,
+    PackedWeight,
+    Packing,
+    can_round_inputs,
+    packable,
+)
 from paceline.models.checkpoint import SPELLED, StoredTensors
 from paceline.models.quantized.repacked import pack_coded
 from paceline.models.quantized.scheme import Quantization, Stored, Weight, unread
@@ -87,7 +93,7 @@ class Dequantised:
             weight.group,
             weight.has_zeros,
             DTYPES[weight.scale_dtype],
-            rounds_inputs=weight.rounds_inputs and kind == FP8 and weight.group is None,
+            rounds_inputs=weight.rounds_inputs and can_round_inputs(kind, weight.group),
         )
 
     def packed(self, name: str, packing: Packing, device: torch.device) -> PackedWeight:
