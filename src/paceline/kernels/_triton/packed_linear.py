@@ -93,6 +93,22 @@ def _read_inputs(
 
 
 @triton.jit
+def read_scales(
+    scale_ptr,  # [rows, groups]
+    places,  # [ROWS] of each row's first group of the chunks
+    groups_left,  # [ROWS] from there on
+    COUNT: tl.constexpr,  # of groups
+):
+    """COUNT groups' scales, [ROWS] each.  Read like words, before they are needed: behind a product
+    they would be waited for once per chunk."""
+    scales = ()
+    for part in tl.static_range(COUNT):
+        scale = tl.load(scale_ptr + places + part, mask=part < groups_left, other=0.0)
+        scales = scales + (scale,)  # noqa: RUF005
+    return scales
+
+
+@triton.jit
 def _numbers(
     words,  # [ROWS, WORDS // 16, 16]
     zero_ptr,  # [rows, groups], or None
@@ -120,9 +136,7 @@ def _add_products(
     acc,  # [ROWS, columns of the tile] float32
     numbers,  # [ROWS, CHUNK]
     xs,  # [columns of the tile, GROUP] each
-    scale_ptr,  # [rows, groups]
-    places,  # [ROWS]
-    groups_left,  # [ROWS]
+    scales,  # [ROWS] each, as xs; one where a row has one
     FIRST: tl.constexpr,  # of xs
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -134,7 +148,7 @@ def _add_products(
     for part in tl.static_range(PARTS):
         of_part = part_of(numbers, part, PARTS, ROWS)
         product = dot(of_part, tl.trans(xs[FIRST + part]), nothing, INTERPRETED)
-        scale = tl.load(scale_ptr + places + part, mask=part < groups_left, other=0.0)
+        scale = scales[FIRST + part] if GROUP > 0 else scales[0]
         acc += product * scale.to(tl.float32)[:, None]
     return acc
 
@@ -235,14 +249,18 @@ def _packed_few_kernel(
     row_ptrs = weight_ptr + (rows.to(tl.int64) * num_words + first_chunk * WORDS)[:, :, None, None]
     row_ptrs += word[None, None, :, :]
     words = _read_words(row_ptrs, words_left, 0, STEP, WORDS, MASKED)
+    row = tl.arange(0, ROWS)
+    rows, live_rows = _feature(row % FEATURES, tile, out_features, FEATURES, IS_GATED)
+    of_row = (split * SLICES + row // FEATURES) * (steps * STEP)  # first chunk
+    first_group = of_row * PARTS if GROUP > 0 else 0 * of_row
+    places = rows.to(tl.int64) * groups + first_group
+    groups_left = tl.where(live_rows, groups - first_group, 0)
+    SCALES: tl.constexpr = STEP * PARTS if GROUP > 0 else 1  # of a step
+    scales = read_scales(scale_ptr, places, groups_left, SCALES)
     let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
 
-    row = tl.arange(0, ROWS)
     column = tl.arange(0, SLICES * TOKENS)
-    rows, live_rows = _feature(row % FEATURES, tile, out_features, FEATURES, IS_GATED)
-    places = rows.to(tl.int64) * groups
-    of_row = (split * SLICES + row // FEATURES) * (steps * STEP)  # first chunk
     token = column % TOKENS
     first_column = (split * SLICES + column // TOKENS) * (steps * STEP * _CHUNK)
     x_ptrs = x_ptr + token.to(tl.int64) * stride_x_token + first_column
@@ -252,19 +270,23 @@ def _packed_few_kernel(
         xs = _read_inputs(
             x_ptrs, token < tokens, columns - first_column, ahead, STEP, GROUP, MASKED
         )
-        following = words
+        following, following_scales = words, scales
         if step + 1 < steps:
             following = _read_words(row_ptrs, words_left, ahead + STEP, STEP, WORDS, MASKED)
+            if GROUP > 0:
+                group = (ahead + STEP) * PARTS
+                following_scales = read_scales(
+                    scale_ptr, places + group, groups_left - group, SCALES
+                )
         for u in tl.static_range(STEP):
-            group = (of_row + ahead + u) * PARTS if GROUP > 0 else 0 * of_row
-            left = tl.where(live_rows, groups - group, 0)
+            group = (ahead + u) * PARTS if GROUP > 0 else 0
             by_row = tl.reshape(words[u], (ROWS // 16, 8, 2, WORDS // 16, 16))
             by_row = tl.reshape(tl.permute(by_row, (0, 2, 1, 3, 4)), (ROWS, WORDS // 16, 16))
             numbers = _numbers(
                 by_row,
                 zero_ptr,
                 places + group,
-                left,
+                groups_left - group,
                 ROWS,
                 KIND,
                 GROUP,
@@ -272,19 +294,8 @@ def _packed_few_kernel(
                 DTYPE,
                 INTERPRETED,
             )
-            acc = _add_products(
-                acc,
-                numbers,
-                xs,
-                scale_ptr,
-                places + group,
-                left,
-                u * PARTS,
-                ROWS,
-                GROUP,
-                INTERPRETED,
-            )
-        words = following
+            acc = _add_products(acc, numbers, xs, scales, u * PARTS, ROWS, GROUP, INTERPRETED)
+        words, scales = following, following_scales
 
     if SLICES > 1:
         is_own = (row // FEATURES)[:, None] == (column // TOKENS)[None, :]
@@ -310,7 +321,7 @@ def add_chunk(
     acc,  # [ROWS, TOKENS] float32
     row_ptrs,  # [ROWS, WORDS] of a row's first chunk
     xs,  # [TOKENS, GROUP] each, of this chunk
-    scale_ptr,
+    scales,  # [ROWS] each, of this chunk
     zero_ptr,
     places,  # [ROWS] of a row's first group
     live_rows,  # [ROWS]
@@ -334,9 +345,23 @@ def add_chunk(
     numbers = _numbers(
         words, zero_ptr, places + group, left, ROWS, KIND, GROUP, WORDS, DTYPE, INTERPRETED
     )
-    return _add_products(
-        acc, numbers, xs, scale_ptr, places + group, left, 0, ROWS, GROUP, INTERPRETED
-    )
+    return _add_products(acc, numbers, xs, scales, 0, ROWS, GROUP, INTERPRETED)
+
+
+@triton.jit
+def chunk_scales(
+    scale_ptr,  # [rows, groups]
+    places,  # [ROWS] of a row's first group
+    live_rows,  # [ROWS]
+    groups,
+    chunk,
+    GROUP: tl.constexpr,
+):
+    """A chunk's scales; there are none behind the last chunk."""
+    PARTS: tl.constexpr = 1 if GROUP == 0 else _CHUNK // GROUP
+    group = chunk * PARTS if GROUP > 0 else 0
+    left = tl.where(live_rows, groups - group, 0)
+    return read_scales(scale_ptr, places + group, left, PARTS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -383,23 +408,36 @@ def _packed_more_kernel(
     up_places = places + tl.cast(out_features, tl.int64) * groups
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc_up = acc
+    first_chunk = split * chunks_per_split
+    scales = chunk_scales(scale_ptr, places, live_rows, groups, first_chunk, GROUP)
+    up_scales = scales
+    if ACTIVATION is not None:
+        up_scales = chunk_scales(scale_ptr, up_places, live_rows, groups, first_chunk, GROUP)
     wait_for_inputs(OVERLAPPED)
-    for chunk in range(split * chunks_per_split, (split + 1) * chunks_per_split):
+    for chunk in range(first_chunk, first_chunk + chunks_per_split):
         xs = ()
         for part in tl.static_range(PARTS):
             first = chunk * _CHUNK + part * PART
             inside = (first + tl.arange(0, PART) < columns)[None, :]
             x = tl.load(x_ptrs + first, mask=live_tokens[:, None] & inside, other=0.0)
             xs = xs + (x,)  # noqa: RUF005
+        following, following_up = scales, up_scales
+        if GROUP > 0:
+            following = chunk_scales(scale_ptr, places, live_rows, groups, chunk + 1, GROUP)
         acc = add_chunk(
-            acc, row_ptrs, xs, scale_ptr, zero_ptr, places, live_rows, groups, chunk, ROWS, KIND,
+            acc, row_ptrs, xs, scales, zero_ptr, places, live_rows, groups, chunk, ROWS, KIND,
             GROUP, WORDS, out_ptr.dtype.element_ty, INTERPRETED,
         )  # fmt: skip
         if ACTIVATION is not None:
+            if GROUP > 0:
+                following_up = chunk_scales(
+                    scale_ptr, up_places, live_rows, groups, chunk + 1, GROUP
+                )
             acc_up = add_chunk(
-                acc_up, up_ptrs, xs, scale_ptr, zero_ptr, up_places, live_rows, groups, chunk, ROWS,
+                acc_up, up_ptrs, xs, up_scales, zero_ptr, up_places, live_rows, groups, chunk, ROWS,
                 KIND, GROUP, WORDS, out_ptr.dtype.element_ty, INTERPRETED,
             )  # fmt: skip
+        scales, up_scales = following, following_up
     let_next_start(OVERLAPPED)
     is_last = True
     if SPLITS > 1:
