@@ -161,7 +161,8 @@ def test_every_code_is_read_in_its_place_whatever_its_scale(tokens: int) -> None
 def test_products_of_rounded_rows_equal_those_with_what_codes_stand_for(
     columns: int, group: int | None
 ) -> None:
-    packing = Packing(FP8, group, False, torch.float32, rounds_inputs=True)
+    shared = group or 1
+    packing = Packing(FP8, group, False, torch.float32, shared, rounds_inputs=True)
     rng = torch.Generator("cuda").manual_seed(columns)
     numbers = torch.randn(1024, columns, generator=rng, device="cuda")
     numbers *= torch.exp2(3 * torch.rand(1024, 1, generator=rng, device="cuda"))

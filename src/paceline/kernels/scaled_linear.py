@@ -20,7 +20,6 @@ from paceline.kernels.packed_weight import (
     CHUNK,
     PackedWeight,
     Packing,
-    can_round_inputs,
     pack_codes,
     unpack_reference,
 )
@@ -68,7 +67,7 @@ def fits_scaled(x: Tensor, weight: PackedWeight, packing: Packing) -> bool:
         and x.dtype == torch.bfloat16
         and x.shape[1] <= _MOST_COLUMNS
         and x.stride(1) == 1
-        and weight.words.shape[0] % _UNIT == 0
+        and weight.words.shape[0] % max(_UNIT, packing.shared_rows) == 0
         and _multiplies_codes(x.device, packing.group)
     )
 
@@ -84,33 +83,43 @@ def _multiplies_codes(device: torch.device, group: int | None) -> bool:
 def scaled_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, packing: Packing) -> Tensor:
     """round(x) W^T + b, of groups rounded before b is added, and again.
 
-    x: bfloat16 [tokens, columns], contiguous rows; weight: fp8 with a scale for each row, or for
-    128 columns of each, rows a multiple of 16; bias: bfloat16 [rows] or None.  Returns a new
-    [tokens, rows] tensor of x's dtype.  Mutates nothing; recordable.  Raises KernelArgumentError.
+    x: bfloat16 [tokens, columns], contiguous rows; weight: fp8 with a scale for each row, rows a
+    multiple of 16, or for each block of 128 x 128, rows a multiple of 128; bias: bfloat16 [rows]
+    or None.  Returns a new [tokens, rows] tensor of x's dtype.  Mutates nothing; recordable.
+    Raises KernelArgumentError.
     """
     rows, (tokens, columns) = weight.words.shape[0], x.shape
-    if not can_round_inputs(packing.kind, packing.group) or rows % _UNIT:
+    unit = max(_UNIT, packing.shared_rows)
+    if not packing.can_round_inputs or rows % unit:
         reject(
             "weight",
-            expected=f"fp8, a scale for a row or {CHUNK} columns, a multiple of {_UNIT} rows",
+            expected=f"fp8, a scale for a row or a block, a multiple of {unit} rows",
             got=weight.words,
             remedy="use kernels.unpack_weight and kernels.linear",
         )
     require_packed(weight, packing, columns, device=x.device)
     require_bias(bias, rows, torch.bfloat16)
     codes, scale = round_rows(x, packing.group)
-    # Of groups the library wants a group's scales of all rows beside each other, and no bias.
-    has_groups = packing.group is not None
+    has_groups = packing.group is not None  # of which the library takes no bias
     product: Tensor = torch._scaled_mm(
         codes,
         weight.words.view(CODE).t(),
         scale_a=scale,
-        scale_b=weight.scale.float().t().contiguous(),
+        scale_b=_scales_across(weight.scale.float(), packing.shared_rows),
         bias=None if has_groups else bias,
         out_dtype=x.dtype,
     )
     product = product[:tokens]
     return product.add_(bias) if has_groups and bias is not None else product
+
+
+def _scales_across(scale: Tensor, shared_rows: int) -> Tensor:
+    """scale [rows, groups] float32 as the library takes it: [groups, rows // shared_rows], of
+    blocks with each row of them at a multiple of 16 bytes."""
+    of_blocks = scale[::shared_rows]
+    groups = scale.shape[1]
+    padded = torch.nn.functional.pad(of_blocks, (0, -groups % 4)) if groups > 1 else of_blocks
+    return padded.contiguous().t()[:groups]
 
 
 def round_rows(x: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
@@ -148,9 +157,9 @@ def _round_cpu(x: Tensor, group: int | None, codes: Tensor, scale: Tensor) -> No
 
 def _round_cuda(x: Tensor, group: int | None, codes: Tensor, scale: Tensor) -> None:
     require_triton("scaled_linear", otherwise="use kernels.unpack_weight and kernels.linear")
-    from paceline.kernels._triton.scaled_linear import launch_round_groups, launch_round_rows
+    from paceline.kernels._triton.scaled_linear import launch_round_rows
 
-    (launch_round_rows if group is None else launch_round_groups)(x, codes, scale)
+    launch_round_rows(x, codes, scale, is_grouped=group is not None)
 
 
 _ROUND_ROWS = define_op(

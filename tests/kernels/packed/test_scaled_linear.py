@@ -54,7 +54,7 @@ def test_rows_are_rounded_as_defined_in_the_order_of_packed_columns(
 def test_the_kernel_puts_codes_and_scales_where_the_definition_does(
     columns: int, group: int | None
 ) -> None:
-    from paceline.kernels._triton.scaled_linear import launch_round_groups, launch_round_rows
+    from paceline.kernels._triton.scaled_linear import launch_round_rows
 
     # Numbers that are codes: the interpreter rounds others wrongly.
     codes = torch.randint(0, 0x7F, (3, columns), generator=torch.Generator().manual_seed(0))
@@ -63,8 +63,8 @@ def test_the_kernel_puts_codes_and_scales_where_the_definition_does(
     x[1], x[2] = x[1] / 1024, 0.0
     wanted, scale = round_rows(x.bfloat16(), group)
     ours, our_scale = torch.empty_like(wanted), torch.empty_like(scale.t())
-    launch_round = launch_round_rows if group is None else launch_round_groups
-    launch_round(x.bfloat16(), ours.view(torch.uint8), our_scale)
+    grouped = group is not None
+    launch_round_rows(x.bfloat16(), ours.view(torch.uint8), our_scale, is_grouped=grouped)
     assert torch.equal(our_scale.t()[:3], scale[:3])
     assert torch.equal(ours[:3].float(), wanted[:3].float())
 
@@ -88,7 +88,9 @@ def test_operands_that_do_not_fit_are_named() -> None:
     ):
         scaled_linear(x.float(), weight, None, PACKING)
     other, _ = random_weight(32, 256, KINDS["int8-row"])
-    with pytest.raises(KernelArgumentError, match="weight must be fp8, a scale for a row or 128"):
+    with pytest.raises(
+        KernelArgumentError, match="weight must be fp8, a scale for a row or a block, a"
+    ):
         scaled_linear(x, other, None, KINDS["int8-row"])
     with pytest.raises(KernelArgumentError, match=r"bias must be torch\.bfloat16 \[32\]"):
         scaled_linear(x, weight, torch.zeros(32), PACKING)
@@ -103,8 +105,8 @@ def test_the_gpu_that_is_planned_for_multiplies_codes(
 ) -> None:
     meta = torch.device("meta")
     x = torch.empty(65, 256, dtype=torch.bfloat16, device=meta)
-    weight = PackedWeight(torch.empty(32, 64, dtype=torch.int32, device=meta), x, None)
-    of_groups = replace(PACKING, group=CHUNK)
+    weight = PackedWeight(torch.empty(128, 64, dtype=torch.int32, device=meta), x, None)
+    blocks = replace(PACKING, group=CHUNK, shared_rows=CHUNK)
     with StandIn("cuda", None, gpu):
         assert fits_scaled(x, weight, PACKING) == rows
-        assert fits_scaled(x, weight, of_groups) == groups
+        assert fits_scaled(x, weight, blocks) == groups

@@ -30,6 +30,7 @@ class PackedMatrix(NamedTuple):
     parts: tuple[Span, ...]  # rows of each
     columns: Span
     has_bias: bool  # the layer's; a rank behind the first may hold none of it
+    has_whole_blocks: bool  # parts begin and end where rows that share scales do
 
     @property
     def packed(self) -> PackedWeight:
@@ -62,6 +63,9 @@ class PackedLinear(LinearFormat[PackedMatrix]):
             parts=tuple(parts),
             columns=columns,
             has_bias=bias,
+            has_whole_blocks=not any(
+                cut % self.packing.shared_rows for part in parts for cut in (part.first, part.size)
+            ),
         )
 
     def fill(self, weight: PackedMatrix, names: Sequence[str]) -> Named:
@@ -109,7 +113,7 @@ class PackedLinear(LinearFormat[PackedMatrix]):
         )
 
     def _many_rows(self, x: Tensor, weight: PackedMatrix) -> Tensor:
-        if fits_scaled(x, weight.packed, self.packing):
+        if weight.has_whole_blocks and fits_scaled(x, weight.packed, self.packing):
             return scaled_linear(x, weight.packed, weight.bias, self.packing)
         numbers = unpack_weight(weight.packed, self.packing, x.shape[1], x.dtype)
         return linear(x, numbers, weight.bias)
