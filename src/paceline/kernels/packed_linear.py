@@ -19,10 +19,12 @@ from paceline.kernels.skinny_linear import column_splits, require_bias, require_
 from paceline.kernels.stand_in import device_type
 
 MAX_TOKENS = 64
+_MANY_TOKENS = 256  # beyond MAX_TOKENS: more take less time with a weight of numbers
 _CHOICE = (
     f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear), larger ones "
-    "with numbers made of them (unpack_weight), as a CPU always does, or, of fp8 with a scale for "
-    "each row and codes for activations, with rows rounded to fp8 (scaled_linear); experts "
+    "of fp8 with a scale for each row or block and codes for activations with rows rounded to fp8 "
+    f"(scaled_linear), others up to {_MANY_TOKENS} tokens with codes where a scale has the model's "
+    "dtype, and above it with numbers made of them (unpack_weight), as a CPU always does; experts "
     "multiply with codes at any number of tokens (packed_experts)"
 )
 _UNPACKED = (
@@ -31,6 +33,8 @@ _UNPACKED = (
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 32768  # a row of words is held in registers
 _ENOUGH_PROGRAMS = (256, 384)  # of split products: for more tokens, for 5 to 16
+_ENOUGH_WIDE = 96  # of those of many tokens, of which a multiprocessor holds one
+_MANY_ROWS = 16384  # of a weight: tiles of twice as many rows still fill the processors
 _ONE_WAVE = 4224  # rows that programs of 8 hold at once; up to three times as many are cut in 4
 _MOST_SPLITS = 8
 
@@ -45,7 +49,7 @@ class PackedTile(NamedTuple):
     matrix unit.  See kernels/_triton/packed_linear.py."""
 
     tokens: int  # a power of two; times slices at least 16
-    rows: int  # of the matrix unit, 64 for every four warps
+    rows: int  # of the matrix unit
     slices: int  # of a row's chunks; 0: the kernel for more tokens, which takes them in turns
     step: int  # chunks that a slice has on their way
     warps: int
@@ -64,11 +68,11 @@ def packed_linear_reference(
     return product if activation is None else act_and_mul_reference(product, activation)
 
 
-def fits_packed(x: Tensor) -> bool:
+def fits_packed(x: Tensor, packing: Packing) -> bool:
     """Whether `packed_linear` takes these rows and is the faster way; shapes and dtypes only."""
     return (
         device_type(x.device) == "cuda"
-        and 0 < x.shape[0] <= MAX_TOKENS
+        and 0 < x.shape[0] <= _most_tokens(packing, x.shape[1], dtype=x.dtype)
         and x.dtype in _DTYPES
         and x.shape[1] <= _MOST_COLUMNS
         and x.stride(1) == 1
@@ -86,7 +90,8 @@ def packed_linear(
 ) -> Tensor:
     """x W^T + b, and with `activation` act(gate) * up of it.
 
-    x: bfloat16 or float16 [tokens, columns], 1 to 64 tokens with contiguous rows; weight: of as
+    x: bfloat16 or float16 [tokens, columns], contiguous rows, 1 to 64 tokens, or 256 with one scale
+    for a row, or one of x's dtype for 128 columns; weight: of as
     many columns, contiguous; bias: [rows] of x's dtype, or None; counters: the layer's own
     `arrival_counters`; without them the columns are never split.  Mutates counters, which are 0
     again when the kernel ends.  Returns [tokens, rows], or half the rows with an activation.
@@ -100,12 +105,16 @@ def packed_linear(
     tile = _tile(tokens, rows)
     out = torch.empty((tokens, rows // parts), dtype=x.dtype, device=x.device)
     features = tile.rows // max(1, tile.slices)  # of one program
-    if tile.slices > 0:
+    is_many = tokens > MAX_TOKENS
+    if tile.slices > 0 or is_many:
         features //= parts
-    tiles = -(-out.shape[1] // features)
+    tiles = -(-out.shape[1] // features) * -(-tokens // tile.tokens)
     splits = 1
-    if counters is not None and activation is None and tile.slices <= 1:
-        enough = _ENOUGH_PROGRAMS[tile.slices]
+    can_split = counters is not None and activation is None and tile.slices <= 1
+    if can_split and is_many:  # a partial tile of rows may be one too many
+        can_split = tiles <= counters.numel()
+    if can_split:
+        enough = _ENOUGH_WIDE if is_many else _ENOUGH_PROGRAMS[tile.slices]
         splits = column_splits(
             tiles, -(-columns // CHUNK) // tile.step, enough=enough, most=_MOST_SPLITS
         )
@@ -128,14 +137,29 @@ def _tile(tokens: int, rows: int) -> PackedTile:
         return PackedTile(4, 64, 4, 2, 4, 1)
     if tokens <= 16:
         return PackedTile(16, 64, 1, 2, 4, 1)
-    return PackedTile(1 << (tokens - 1).bit_length(), 64, 0, 1, 4, 4)
+    if tokens <= MAX_TOKENS:
+        return PackedTile(1 << (tokens - 1).bit_length(), 64, 0, 1, 4, 4)
+    is_wide = rows >= _MANY_ROWS
+    return PackedTile(128, 256 if is_wide else 128, 0, 1, 8 if is_wide else 4, 3)
+
+
+def _most_tokens(packing: Packing, columns: int, *, dtype: torch.dtype) -> int:
+    """Of a product.  Of many a scale is multiplied into its numbers, which rounds it unless it is
+    of their dtype."""
+    has_groups = packing.group is not None and packing.group < columns
+    if has_groups and (packing.group != CHUNK or packing.scale_dtype != dtype):
+        return MAX_TOKENS
+    return _MANY_TOKENS
 
 
 def _check(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, packing: Packing, parts: int
 ) -> None:
-    if x.dim() != 2 or x.dtype not in _DTYPES or not 0 < x.shape[0] <= MAX_TOKENS:
-        _reject_x(x, f"bfloat16 or float16 [1..{MAX_TOKENS}, columns]")
+    most = MAX_TOKENS
+    if x.dim() == 2:
+        most = _most_tokens(packing, x.shape[1], dtype=x.dtype)
+    if x.dim() != 2 or x.dtype not in _DTYPES or not 0 < x.shape[0] <= most:
+        _reject_x(x, f"bfloat16 or float16 [1..{most}, columns]")
     columns = x.shape[1]
     if columns > _MOST_COLUMNS or x.stride(1) != 1:
         _reject_x(x, f"contiguous rows of at most {_MOST_COLUMNS} columns")
@@ -199,8 +223,10 @@ def _launch(
 ) -> None:
     require_triton("packed_linear", otherwise="use kernels.unpack_weight and kernels.linear")
     from paceline.kernels._triton.packed_linear import launch_packed_linear
+    from paceline.kernels._triton.packed_many import launch_packed_many
 
-    launch_packed_linear(
+    launch_packed = launch_packed_linear if x.shape[0] <= MAX_TOKENS else launch_packed_many
+    launch_packed(
         x,
         PackedWeight(words, scale, zero),
         bias,

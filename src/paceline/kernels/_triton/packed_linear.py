@@ -136,7 +136,7 @@ def read_scales(
 
 
 @triton.jit
-def _numbers(
+def code_numbers(
     words,  # [ROWS, WORDS // 16, 16]
     zero_ptr,  # [rows, groups], or None
     places,  # [ROWS] of each row's first group in the chunk
@@ -181,7 +181,7 @@ def _add_products(
 
 
 @triton.jit
-def _meet(
+def meet(
     acc,  # [FEATURES, TOKENS] float32
     partial_ptr,  # [SPLITS, tiles, FEATURES, TOKENS] float32
     counters_ptr,  # [tiles] int32, all 0
@@ -323,7 +323,7 @@ def _packed_few_kernel(
                 group = (ahead + u) * PARTS if GROUP > 0 else 0
                 by_row = tl.reshape(words[u], (ROWS // 16, 8, 2, WORDS // 16, 16))
                 by_row = tl.reshape(tl.permute(by_row, (0, 2, 1, 3, 4)), (ROWS, WORDS // 16, 16))
-                numbers = _numbers(
+                numbers = code_numbers(
                     by_row, zero_ptr, places + group, groups_left - group, ROWS, KIND, GROUP, WORDS,
                     DTYPE, INTERPRETED,
                 )  # fmt: skip
@@ -337,7 +337,7 @@ def _packed_few_kernel(
             acc = tl.sum(acc, axis=0)
         is_last = True
         if SPLITS > 1:
-            acc, is_last = _meet(
+            acc, is_last = meet(
                 acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, FEATURES, TOKENS
             )
         if is_last:
@@ -379,7 +379,7 @@ def add_chunk(
     words = tl.reshape(words, (ROWS, WORDS // 16, 16))
     group = chunk * PARTS if GROUP > 0 else 0
     left = tl.where(live_rows, groups - group, 0)
-    numbers = _numbers(
+    numbers = code_numbers(
         words, zero_ptr, places + group, left, ROWS, KIND, GROUP, WORDS, DTYPE, INTERPRETED
     )
     return _add_products(acc, numbers, xs, scales, 0, ROWS, GROUP, INTERPRETED)
@@ -479,7 +479,7 @@ def _packed_more_kernel(
     is_last = True
     if SPLITS > 1:
         tiles = tl.num_programs(0)
-        acc, is_last = _meet(
+        acc, is_last = meet(
             acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, ROWS, TOKENS
         )
     if is_last:
