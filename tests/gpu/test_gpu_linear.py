@@ -124,14 +124,16 @@ def test_packed_products_equal_float64(kind: str, rows: int, columns: int) -> No
             x = (torch.randn(tokens, columns, generator=rng, device="cuda") / 16).to(dtype)
             exact = x.double() @ numbers.T + bias.double()
             counters = arrival_counters(rows, device=x.device)
+            # Of many tokens a number is rounded with its scale, too.
+            roundings = 2 if tokens > MAX_TOKENS and packing.group is not None else 1
             for _ in range(2):
                 ours = packed_linear(x, weight, bias, packing, counters=counters)
-                assert relative(ours, exact) <= once_rounded(exact, dtype)
+                assert relative(ours, exact) <= roundings**0.5 * once_rounded(exact, dtype)
                 assert not counters.any()
             gate, up = exact.chunk(2, dim=1)
             gated = packed_linear(x, weight, bias, packing, activation="silu")
             # Gate, up, activation and product are rounded, each by at most half of what follows 1.
-            most = 4 * torch.finfo(dtype).eps / 2
+            most = (3 + roundings) * torch.finfo(dtype).eps / 2
             assert relative(gated, torch.nn.functional.silu(gate) * up) < most
 
 

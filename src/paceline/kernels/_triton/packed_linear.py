@@ -121,7 +121,7 @@ def _read_inputs(
 
 @triton.jit
 def read_scales(
-    scale_ptr,  # [rows, groups]
+    weight_scale_ptr,  # [rows, groups]
     places,  # [ROWS] of each row's first group of the chunks
     groups_left,  # [ROWS] from there on
     COUNT: tl.constexpr,  # of groups
@@ -130,7 +130,7 @@ def read_scales(
     they would be waited for once per chunk."""
     scales = ()
     for part in tl.static_range(COUNT):
-        scale = tl.load(scale_ptr + places + part, mask=part < groups_left, other=0.0)
+        scale = tl.load(weight_scale_ptr + places + part, mask=part < groups_left, other=0.0)
         scales = scales + (scale,)  # noqa: RUF005
     return scales
 
@@ -234,7 +234,7 @@ def _write(
 def _packed_few_kernel(
     x_ptr,  # [tokens, columns]
     weight_ptr,  # [rows, num_words] int32
-    scale_ptr,  # [rows, groups]
+    weight_scale_ptr,  # [rows, groups]
     zero_ptr,  # [rows, groups] uint8, or None
     bias_ptr,  # [rows] or None
     out_ptr,  # [tokens, out_features]
@@ -283,7 +283,7 @@ def _packed_few_kernel(
     word = tl.arange(0, WORDS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
     word_ptrs = weight_ptr + word[None, None, :, :]
     words = _read_words(word_ptrs + first, left, 0, STEP, WORDS, MASKED)
-    scales = read_scales(scale_ptr, places, groups_left, SCALES)
+    scales = read_scales(weight_scale_ptr, places, groups_left, SCALES)
     let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
 
@@ -310,7 +310,7 @@ def _packed_few_kernel(
                 if GROUP > 0:
                     group = (ahead + STEP) * PARTS
                     following_scales = read_scales(
-                        scale_ptr, places + group, groups_left - group, SCALES
+                        weight_scale_ptr, places + group, groups_left - group, SCALES
                     )
             elif IS_LOOP and next_tile < tiles:
                 next_first, next_left, next_places, next_groups = _tile_places(
@@ -318,7 +318,7 @@ def _packed_few_kernel(
                     out_features, FEATURES, IS_GATED, WORDS,
                 )  # fmt: skip
                 following = _read_words(word_ptrs + next_first, next_left, 0, STEP, WORDS, MASKED)
-                following_scales = read_scales(scale_ptr, next_places, next_groups, SCALES)
+                following_scales = read_scales(weight_scale_ptr, next_places, next_groups, SCALES)
             for u in tl.static_range(STEP):
                 group = (ahead + u) * PARTS if GROUP > 0 else 0
                 by_row = tl.reshape(words[u], (ROWS // 16, 8, 2, WORDS // 16, 16))
@@ -387,7 +387,7 @@ def add_chunk(
 
 @triton.jit
 def chunk_scales(
-    scale_ptr,  # [rows, groups]
+    weight_scale_ptr,  # [rows, groups]
     places,  # [ROWS] of a row's first group
     live_rows,  # [ROWS]
     groups,
@@ -398,14 +398,14 @@ def chunk_scales(
     PARTS: tl.constexpr = 1 if GROUP == 0 else _CHUNK // GROUP
     group = chunk * PARTS if GROUP > 0 else 0
     left = tl.where(live_rows, groups - group, 0)
-    return read_scales(scale_ptr, places + group, left, PARTS)
+    return read_scales(weight_scale_ptr, places + group, left, PARTS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _packed_more_kernel(
     x_ptr,  # [tokens, columns]
     weight_ptr,  # [rows, num_words] int32
-    scale_ptr,  # [rows, groups]
+    weight_scale_ptr,  # [rows, groups]
     zero_ptr,  # [rows, groups] uint8, or None
     bias_ptr,  # [rows] or None
     out_ptr,  # [tokens, rows]
@@ -446,10 +446,10 @@ def _packed_more_kernel(
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc_up = acc
     first_chunk = split * chunks_per_split
-    scales = chunk_scales(scale_ptr, places, live_rows, groups, first_chunk, GROUP)
+    scales = chunk_scales(weight_scale_ptr, places, live_rows, groups, first_chunk, GROUP)
     up_scales = scales
     if ACTIVATION is not None:
-        up_scales = chunk_scales(scale_ptr, up_places, live_rows, groups, first_chunk, GROUP)
+        up_scales = chunk_scales(weight_scale_ptr, up_places, live_rows, groups, first_chunk, GROUP)
     wait_for_inputs(OVERLAPPED)
     for chunk in range(first_chunk, first_chunk + chunks_per_split):
         xs = ()
@@ -460,7 +460,7 @@ def _packed_more_kernel(
             xs = xs + (x,)  # noqa: RUF005
         following, following_up = scales, up_scales
         if GROUP > 0:
-            following = chunk_scales(scale_ptr, places, live_rows, groups, chunk + 1, GROUP)
+            following = chunk_scales(weight_scale_ptr, places, live_rows, groups, chunk + 1, GROUP)
         acc = add_chunk(
             acc, row_ptrs, xs, scales, zero_ptr, places, live_rows, groups, chunk, ROWS, KIND,
             GROUP, WORDS, out_ptr.dtype.element_ty, INTERPRETED,
@@ -468,7 +468,7 @@ def _packed_more_kernel(
         if ACTIVATION is not None:
             if GROUP > 0:
                 following_up = chunk_scales(
-                    scale_ptr, up_places, live_rows, groups, chunk + 1, GROUP
+                    weight_scale_ptr, up_places, live_rows, groups, chunk + 1, GROUP
                 )
             acc_up = add_chunk(
                 acc_up, up_ptrs, xs, up_scales, zero_ptr, up_places, live_rows, groups, chunk, ROWS,

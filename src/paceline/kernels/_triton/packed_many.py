@@ -25,7 +25,7 @@ _CHUNK = tl.constexpr(CHUNK)
 def _packed_many_kernel(
     x_ptr,  # [tokens, columns]
     weight_ptr,  # [rows, num_words] int32
-    scale_ptr,  # [rows, groups]
+    weight_scale_ptr,  # [rows, groups]
     zero_ptr,  # [rows, groups] uint8, or None
     bias_ptr,  # [rows] or None
     out_ptr,  # [tokens, out_features]
@@ -72,7 +72,7 @@ def _packed_many_kernel(
     x_ptrs = x_ptr + token[:, None] * stride_x_token + tl.arange(0, _CHUNK)[None, :]
     places = row * groups
     every = tl.full([ROWS], 1, tl.int32)
-    scale = tl.load(scale_ptr + places + (first if IS_GROUPED else 0))
+    scale = tl.load(weight_scale_ptr + places + (first if IS_GROUPED else 0))
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     wait_for_inputs(OVERLAPPED)
     for chunk in range(first, first + chunks_per_split):
@@ -85,7 +85,7 @@ def _packed_many_kernel(
         group = chunk if IS_GROUPED else 0
         following = scale
         if IS_GROUPED:
-            following = tl.load(scale_ptr + places + tl.minimum(chunk + 1, groups - 1))
+            following = tl.load(weight_scale_ptr + places + tl.minimum(chunk + 1, groups - 1))
         numbers = code_numbers(
             tl.reshape(words, (ROWS, WORDS // 16, 16)), zero_ptr, places + group, every, ROWS, KIND,
             GROUP, WORDS, DTYPE, INTERPRETED,
