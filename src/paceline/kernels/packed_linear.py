@@ -110,10 +110,10 @@ def packed_linear(
         features //= parts
     tiles = -(-out.shape[1] // features) * -(-tokens // tile.tokens)
     splits = 1
-    can_split = counters is not None and activation is None and tile.slices <= 1
-    if can_split and is_many:  # a partial tile of rows may be one too many
-        can_split = tiles <= counters.numel()
-    if can_split:
+    can_split = activation is None and tile.slices <= 1
+    if counters is not None and is_many:  # a partial tile of rows may be one too many
+        can_split = can_split and tiles <= counters.numel()
+    if counters is not None and can_split:
         enough = _ENOUGH_WIDE if is_many else _ENOUGH_PROGRAMS[tile.slices]
         splits = column_splits(
             tiles, -(-columns // CHUNK) // tile.step, enough=enough, most=_MOST_SPLITS
