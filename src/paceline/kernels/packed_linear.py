@@ -37,6 +37,8 @@ _ENOUGH_WIDE = 96  # of those of many tokens, of which a multiprocessor holds on
 _MANY_ROWS = 16384  # of a weight: tiles of twice as many rows still fill the processors
 _ONE_WAVE = 4224  # rows that programs of 8 hold at once; up to three times as many are cut in 4
 _MOST_SPLITS = 8
+_MOST_OF_TWO = 264  # programs, where a multiprocessor holds two of four stages; of three it holds 3
+_WHOLE = 4  # chunks of a slice, at most, that all are on their way at once
 
 
 def how_multiplied(dtype: str) -> str:
@@ -102,7 +104,7 @@ def packed_linear(
     parts = 1 if activation is None else 2
     _check(x, weight, bias, packing, parts)
     (tokens, columns), rows = x.shape, weight.words.shape[0]
-    tile = _tile(tokens, rows)
+    tile = _tile(tokens, rows, -(-columns // CHUNK))
     out = torch.empty((tokens, rows // parts), dtype=x.dtype, device=x.device)
     features = tile.rows // max(1, tile.slices)  # of one program
     is_many = tokens > MAX_TOKENS
@@ -119,6 +121,8 @@ def packed_linear(
             tiles, -(-columns // CHUNK) // tile.step, enough=enough, most=_MOST_SPLITS
         )
         require_counters(counters, tiles, device=x.device)
+    if tile.slices == 0 and not is_many and tiles * splits > _MOST_OF_TWO:
+        tile = tile._replace(stages=3)
     partial = None
     if splits > 1:
         size = splits * tiles * features * tile.tokens
@@ -129,10 +133,12 @@ def packed_linear(
     return out
 
 
-def _tile(tokens: int, rows: int) -> PackedTile:
-    """Of a weight with so many rows."""
+def _tile(tokens: int, rows: int, chunks: int) -> PackedTile:
+    """Of a weight with so many rows, of so many chunks each."""
     if tokens <= 2 and not _ONE_WAVE < rows <= 3 * _ONE_WAVE:
-        return PackedTile(2, 64, 8, 2, 4, 1)
+        # Programs of many tiles ask for all before they wait.
+        is_short = rows > _ONE_WAVE and chunks % 8 == 0 and chunks // 8 <= _WHOLE
+        return PackedTile(2, 64, 8, chunks // 8 if is_short else 2, 4, 1)
     if tokens <= 4:
         return PackedTile(4, 64, 4, 2, 4, 1)
     if tokens <= 16:

@@ -24,11 +24,9 @@ from paceline.kernels._triton.primitives import biased_activation, dot
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
 from paceline.kernels.packed_linear import PackedTile
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, words_of
-from paceline.kernels.stand_in import multiprocessors
 
 _CHUNK = tl.constexpr(CHUNK)
-_PROGRAMS_PER_SM = 4  # which hold all registers; each takes one tile behind another
-_REGISTERS = 128  # of a thread: of programs of four warps a multiprocessor then holds four
+_REGISTERS = 128  # of a thread: a multiprocessor then holds four programs of four warps
 
 
 @triton.jit
@@ -48,30 +46,6 @@ def _feature(
         feature = tile * FEATURES + local
         row = feature
     return row, feature < out_features
-
-
-@triton.jit
-def _tile_places(
-    tile,
-    of_pair,  # [ROWS // 2, 2] rows of the tile
-    pair_chunk,  # [ROWS // 2, 2] the first of their slices
-    row,  # [ROWS] rows of the tile
-    first_group,  # [ROWS] of their slices
-    num_words,
-    groups,
-    out_features,
-    FEATURES: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    WORDS: tl.constexpr,  # of a chunk
-):
-    """(the first word of each of a tile's slices [ROWS // 2, 2, 1, 1], words from there on [ROWS //
-    2, 2], the first group [ROWS], groups from there on [ROWS])."""
-    rows, live = _feature(of_pair % FEATURES, tile, out_features, FEATURES, IS_GATED)
-    first = rows.to(tl.int64) * num_words + pair_chunk * WORDS
-    left = tl.where(live, num_words - pair_chunk * WORDS, 0)
-    rows, live = _feature(row % FEATURES, tile, out_features, FEATURES, IS_GATED)
-    places = rows.to(tl.int64) * groups + first_group
-    return first[:, :, None, None], left, places, tl.where(live, groups - first_group, 0)
 
 
 @triton.jit
@@ -186,7 +160,6 @@ def meet(
     partial_ptr,  # [SPLITS, tiles, FEATURES, TOKENS] float32
     counters_ptr,  # [tiles] int32, all 0
     tile,
-    tiles,
     split,
     SPLITS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -194,6 +167,7 @@ def meet(
 ):
     """(the sum of all splits in order, whether this program is the last to arrive, which has
     it)."""
+    tiles = tl.num_programs(0)
     place = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     part_size: tl.constexpr = FEATURES * TOKENS
     tl.store(partial_ptr + (split * tiles + tile) * part_size + place, acc)
@@ -247,7 +221,6 @@ def _packed_few_kernel(
     num_words,
     groups,
     steps,  # of a slice
-    tiles,
     ACTIVATION: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,  # columns; 0: all
@@ -258,7 +231,6 @@ def _packed_few_kernel(
     SPLITS: tl.constexpr,
     STEP: tl.constexpr,  # chunks at a time
     MASKED: tl.constexpr,  # slices end behind the last column, or tiles behind the last row
-    IS_LOOP: tl.constexpr,  # a program takes several tiles
     OVERLAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -266,91 +238,83 @@ def _packed_few_kernel(
     IS_GATED: tl.constexpr = ACTIVATION is not None
     PARTS: tl.constexpr = 1 if GROUP == 0 else _CHUNK // GROUP  # of a chunk
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    SCALES: tl.constexpr = STEP * PARTS if GROUP > 0 else 1  # of a step
+    tile = tl.program_id(0)
     split = tl.program_id(1)
     # A warp of the matrix unit has 16 rows, of which a thread reads two: r and r + 8.
     pair = tl.arange(0, ROWS // 2)
     of_pair = (pair // 8 * 16 + pair % 8)[:, None] + tl.arange(0, 2)[None, :] * 8
-    row = tl.arange(0, ROWS)
-    slice_chunks = steps * STEP
-    pair_chunk = (split * SLICES + of_pair // FEATURES) * slice_chunks
-    row_chunk = (split * SLICES + row // FEATURES) * slice_chunks
-    first_group = row_chunk * PARTS if GROUP > 0 else 0 * row_chunk
-    first, left, places, groups_left = _tile_places(
-        tl.program_id(0), of_pair, pair_chunk, row, first_group, num_words, groups, out_features,
-        FEATURES, IS_GATED, WORDS,
-    )  # fmt: skip
+    rows, live = _feature(of_pair % FEATURES, tile, out_features, FEATURES, IS_GATED)
+    first_chunk = (split * SLICES + of_pair // FEATURES) * (steps * STEP)
+    words_left = tl.where(live, num_words - first_chunk * WORDS, 0)
     word = tl.arange(0, WORDS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    word_ptrs = weight_ptr + word[None, None, :, :]
-    words = _read_words(word_ptrs + first, left, 0, STEP, WORDS, MASKED)
+    row_ptrs = weight_ptr + (rows.to(tl.int64) * num_words + first_chunk * WORDS)[:, :, None, None]
+    row_ptrs += word[None, None, :, :]
+    words = _read_words(row_ptrs, words_left, 0, STEP, WORDS, MASKED)
+    row = tl.arange(0, ROWS)
+    rows, live_rows = _feature(row % FEATURES, tile, out_features, FEATURES, IS_GATED)
+    of_row = (split * SLICES + row // FEATURES) * (steps * STEP)  # first chunk
+    first_group = of_row * PARTS if GROUP > 0 else 0 * of_row
+    places = rows.to(tl.int64) * groups + first_group
+    groups_left = tl.where(live_rows, groups - first_group, 0)
+    SCALES: tl.constexpr = STEP * PARTS if GROUP > 0 else 1  # of a step
     scales = read_scales(weight_scale_ptr, places, groups_left, SCALES)
     let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
 
     column = tl.arange(0, SLICES * TOKENS)
     token = column % TOKENS
-    first_column = (split * SLICES + column // TOKENS) * (slice_chunks * _CHUNK)
+    first_column = (split * SLICES + column // TOKENS) * (steps * STEP * _CHUNK)
     x_ptrs = x_ptr + token.to(tl.int64) * stride_x_token + first_column
-    last_tile = tiles if IS_LOOP else tl.program_id(0) + 1
-    for tile in range(tl.program_id(0), last_tile, tl.num_programs(0)):
-        first, left, places, groups_left = _tile_places(
-            tile, of_pair, pair_chunk, row, first_group, num_words, groups, out_features, FEATURES,
-            IS_GATED, WORDS,
-        )  # fmt: skip
-        next_tile = tile + tl.num_programs(0)
-        acc = tl.zeros([ROWS, SLICES * TOKENS], tl.float32)
-        for step in range(steps):
-            ahead = step * STEP  # chunks
-            xs = _read_inputs(
-                x_ptrs, token < tokens, columns - first_column, ahead, STEP, GROUP, MASKED
-            )
-            following, following_scales = words, scales
-            if step + 1 < steps:
-                following = _read_words(word_ptrs + first, left, ahead + STEP, STEP, WORDS, MASKED)
-                if GROUP > 0:
-                    group = (ahead + STEP) * PARTS
-                    following_scales = read_scales(
-                        weight_scale_ptr, places + group, groups_left - group, SCALES
-                    )
-            elif IS_LOOP and next_tile < tiles:
-                next_first, next_left, next_places, next_groups = _tile_places(
-                    next_tile, of_pair, pair_chunk, row, first_group, num_words, groups,
-                    out_features, FEATURES, IS_GATED, WORDS,
-                )  # fmt: skip
-                following = _read_words(word_ptrs + next_first, next_left, 0, STEP, WORDS, MASKED)
-                following_scales = read_scales(weight_scale_ptr, next_places, next_groups, SCALES)
-            for u in tl.static_range(STEP):
-                group = (ahead + u) * PARTS if GROUP > 0 else 0
-                by_row = tl.reshape(words[u], (ROWS // 16, 8, 2, WORDS // 16, 16))
-                by_row = tl.reshape(tl.permute(by_row, (0, 2, 1, 3, 4)), (ROWS, WORDS // 16, 16))
-                numbers = code_numbers(
-                    by_row, zero_ptr, places + group, groups_left - group, ROWS, KIND, GROUP, WORDS,
-                    DTYPE, INTERPRETED,
-                )  # fmt: skip
-                acc = _add_products(acc, numbers, xs, scales, u * PARTS, ROWS, GROUP, INTERPRETED)
-            words, scales = following, following_scales
-
-        if SLICES > 1:
-            is_own = (row // FEATURES)[:, None] == (column // TOKENS)[None, :]
-            acc = tl.reshape(tl.where(is_own, acc, 0.0), (ROWS, SLICES, TOKENS))
-            acc = tl.reshape(tl.sum(acc, axis=1), (SLICES, FEATURES, TOKENS))
-            acc = tl.sum(acc, axis=0)
-        is_last = True
-        if SPLITS > 1:
-            acc, is_last = meet(
-                acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, FEATURES, TOKENS
-            )
-        if is_last:
-            if IS_GATED:
-                by_part = tl.reshape(acc, (2, FEATURES // 2, TOKENS))
-                gate, up = tl.split(tl.permute(by_part, (1, 2, 0)))
-                features = tile * (FEATURES // 2) + tl.arange(0, FEATURES // 2)
-                _write(
-                    gate, up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS
+    acc = tl.zeros([ROWS, SLICES * TOKENS], tl.float32)
+    for step in range(steps):
+        ahead = step * STEP  # chunks
+        xs = _read_inputs(
+            x_ptrs, token < tokens, columns - first_column, ahead, STEP, GROUP, MASKED
+        )
+        following, following_scales = words, scales
+        if step + 1 < steps:
+            following = _read_words(row_ptrs, words_left, ahead + STEP, STEP, WORDS, MASKED)
+            if GROUP > 0:
+                group = (ahead + STEP) * PARTS
+                following_scales = read_scales(
+                    weight_scale_ptr, places + group, groups_left - group, SCALES
                 )
-            else:
-                features = tile * FEATURES + tl.arange(0, FEATURES)
-                _write(acc, acc, bias_ptr, out_ptr, features, tokens, out_features, None, TOKENS)
+        for u in tl.static_range(STEP):
+            group = (ahead + u) * PARTS if GROUP > 0 else 0
+            by_row = tl.reshape(words[u], (ROWS // 16, 8, 2, WORDS // 16, 16))
+            by_row = tl.reshape(tl.permute(by_row, (0, 2, 1, 3, 4)), (ROWS, WORDS // 16, 16))
+            numbers = code_numbers(
+                by_row,
+                zero_ptr,
+                places + group,
+                groups_left - group,
+                ROWS,
+                KIND,
+                GROUP,
+                WORDS,
+                DTYPE,
+                INTERPRETED,
+            )
+            acc = _add_products(acc, numbers, xs, scales, u * PARTS, ROWS, GROUP, INTERPRETED)
+        words, scales = following, following_scales
+
+    if SLICES > 1:
+        is_own = (row // FEATURES)[:, None] == (column // TOKENS)[None, :]
+        acc = tl.reshape(tl.where(is_own, acc, 0.0), (ROWS, SLICES, TOKENS))
+        acc = tl.reshape(tl.sum(acc, axis=1), (SLICES, FEATURES, TOKENS))
+        acc = tl.sum(acc, axis=0)
+    is_last = True
+    if SPLITS > 1:
+        acc, is_last = meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, FEATURES, TOKENS)
+    if is_last:
+        if IS_GATED:
+            by_part = tl.reshape(acc, (2, FEATURES // 2, TOKENS))
+            gate, up = tl.split(tl.permute(by_part, (1, 2, 0)))
+            features = tile * (FEATURES // 2) + tl.arange(0, FEATURES // 2)
+            _write(gate, up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS)
+        else:
+            features = tile * FEATURES + tl.arange(0, FEATURES)
+            _write(acc, acc, bias_ptr, out_ptr, features, tokens, out_features, None, TOKENS)
 
 
 @triton.jit
@@ -478,10 +442,7 @@ def _packed_more_kernel(
     let_next_start(OVERLAPPED)
     is_last = True
     if SPLITS > 1:
-        tiles = tl.num_programs(0)
-        acc, is_last = meet(
-            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, ROWS, TOKENS
-        )
+        acc, is_last = meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, ROWS, TOKENS)
     if is_last:
         _write(acc, acc_up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS)
 
@@ -523,19 +484,15 @@ def launch_packed_linear(
         features = tile.rows // tile.slices // (1 if activation is None else 2)
         steps = cdiv(chunks, splits * tile.slices * tile.step)
         is_whole = splits * tile.slices * steps * tile.step * CHUNK == columns
-        tiles = cdiv(out_features, features)
-        programs = min(tiles, _PROGRAMS_PER_SM * multiprocessors(x.device))
         launch(
             _packed_few_kernel,
-            (programs, splits),
+            (cdiv(out_features, features), splits),
             *operands,
             steps,
-            tiles,
             **common,
             SLICES=tile.slices,
             STEP=tile.step,
-            IS_LOOP=programs < tiles,
-            maxnreg=_REGISTERS,
+            maxnreg=None if tile.step > 2 else _REGISTERS,
             MASKED=not is_whole or out_features % features != 0,
             **overlap_options(x.device, _packed_few_kernel),
         )
