@@ -11,7 +11,7 @@ from paceline.kernels.linear import gated_linear, linear
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts_reference
 from paceline.kernels.moe_route import moe_route
 from paceline.kernels.packed_experts import PackedExpertWeights, PackedMatrices, packed_experts
-from paceline.kernels.packed_linear import fits_packed, packed_linear
+from paceline.kernels.packed_linear import packed_linear
 from paceline.kernels.packed_weight import FP8, INT4, PackedWeight, Packing, encode, pack_codes
 from paceline.kernels.scaled_linear import fits_scaled, scaled_linear, scaled_linear_reference
 from paceline.kernels.skinny_linear import MAX_TOKENS, arrival_counters, fits_skinny, skinny_linear
@@ -118,8 +118,9 @@ def test_packed_products_equal_float64(kind: str, rows: int, columns: int) -> No
         unpacked = unpack_weight(weight, packing, columns, dtype)
         assert relative(unpacked, numbers) <= once_rounded(numbers, dtype)
         for tokens in (1, 2, 3, 8, 17, MAX_TOKENS, 100, 200):
-            if not fits_packed(unpacked.new_empty(tokens, columns), packing):
-                continue
+            holds_scales = packing.group is None or packing.scale_dtype == dtype
+            if tokens > MAX_TOKENS and (not holds_scales or packing.group not in (None, 128)):
+                continue  # as packed_linear refuses
             # So small that a gate times an up is a float16.
             x = (torch.randn(tokens, columns, generator=rng, device="cuda") / 16).to(dtype)
             exact = x.double() @ numbers.T + bias.double()

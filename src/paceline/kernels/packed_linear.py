@@ -14,7 +14,13 @@ from torch import Tensor
 from paceline.kernels._check import reject, require_triton
 from paceline.kernels.act_and_mul import act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
-from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, unpack_reference
+from paceline.kernels.packed_weight import (
+    CHUNK,
+    INT4,
+    PackedWeight,
+    Packing,
+    unpack_reference,
+)
 from paceline.kernels.skinny_linear import column_splits, require_bias, require_counters
 from paceline.kernels.stand_in import device_type
 
@@ -23,9 +29,9 @@ _MANY_TOKENS = 256  # beyond MAX_TOKENS: more take less time with a weight of nu
 _CHOICE = (
     f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear), larger ones "
     "of fp8 with a scale for each row or block and codes for activations with rows rounded to fp8 "
-    f"(scaled_linear), others up to {_MANY_TOKENS} tokens with codes where a scale has the model's "
-    "dtype, and above it with numbers made of them (unpack_weight), as a CPU always does; experts "
-    "multiply with codes at any number of tokens (packed_experts)"
+    f"(scaled_linear), of 4 bits with a bfloat16 scale for 128 columns up to {_MANY_TOKENS} tokens "
+    "with codes, and others with numbers made of them (unpack_weight), as a CPU always does; "
+    "experts multiply with codes at any number of tokens (packed_experts)"
 )
 _UNPACKED = (
     "every step multiplies with numbers made of codes (unpack_weight): packed_linear has none for "
@@ -34,10 +40,9 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 32768  # a row of words is held in registers
 _ENOUGH_PROGRAMS = (256, 384)  # of split products: for more tokens, for 5 to 16
 _ENOUGH_WIDE = 96  # of those of many tokens, of which a multiprocessor holds one
-_MANY_ROWS = 16384  # of a weight: tiles of twice as many rows still fill the processors
 _ONE_WAVE = 4224  # rows that programs of 8 hold at once; up to three times as many are cut in 4
 _MOST_SPLITS = 8
-_MOST_OF_TWO = 264  # programs, where a multiprocessor holds two of four stages; of three it holds 3
+_MOST_OF_TWO = 264  # programs, where a multiprocessor holds two of four stages, or three of three
 _WHOLE = 4  # chunks of a slice, at most, that all are on their way at once
 
 
@@ -74,7 +79,7 @@ def fits_packed(x: Tensor, packing: Packing) -> bool:
     """Whether `packed_linear` takes these rows and is the faster way; shapes and dtypes only."""
     return (
         device_type(x.device) == "cuda"
-        and 0 < x.shape[0] <= _most_tokens(packing, x.shape[1], dtype=x.dtype)
+        and 0 < x.shape[0] <= (_MANY_TOKENS if _gains_of_many(packing, x.dtype) else MAX_TOKENS)
         and x.dtype in _DTYPES
         and x.shape[1] <= _MOST_COLUMNS
         and x.stride(1) == 1
@@ -121,7 +126,7 @@ def packed_linear(
             tiles, -(-columns // CHUNK) // tile.step, enough=enough, most=_MOST_SPLITS
         )
         require_counters(counters, tiles, device=x.device)
-    if tile.slices == 0 and not is_many and tiles * splits > _MOST_OF_TWO:
+    if tile.tokens == MAX_TOKENS and splits > 1 and tiles * splits > _MOST_OF_TWO:
         tile = tile._replace(stages=3)
     partial = None
     if splits > 1:
@@ -145,8 +150,13 @@ def _tile(tokens: int, rows: int, chunks: int) -> PackedTile:
         return PackedTile(16, 64, 1, 2, 4, 1)
     if tokens <= MAX_TOKENS:
         return PackedTile(1 << (tokens - 1).bit_length(), 64, 0, 1, 4, 4)
-    is_wide = rows >= _MANY_ROWS
-    return PackedTile(128, 256 if is_wide else 128, 0, 1, 8 if is_wide else 4, 3)
+    return PackedTile(128, 256, 0, 1, 8, 3)
+
+
+def _gains_of_many(packing: Packing, dtype: torch.dtype) -> bool:
+    """Whether products of many tokens were measured to be faster so."""
+    is_plain = packing.kind == INT4 and packing.group == CHUNK and not packing.has_zeros
+    return is_plain and packing.scale_dtype == dtype == torch.bfloat16
 
 
 def _most_tokens(packing: Packing, columns: int, *, dtype: torch.dtype) -> int:

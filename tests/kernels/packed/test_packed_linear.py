@@ -16,6 +16,7 @@ from paceline.kernels.packed_linear import (
 )
 from paceline.kernels.packed_weight import (
     FP8,
+    INT4,
     PackedWeight,
     Packing,
     encode,
@@ -162,21 +163,22 @@ def test_rows_on_a_cpu_take_another_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "most"),
+    ("packing", "dtype", "most"),
     [
-        ("int4-g128", torch.float16, 256),
-        ("int4-g128", torch.bfloat16, 64),  # its scales would be rounded
-        ("int4-g64", torch.bfloat16, 64),
-        ("int8-row", torch.bfloat16, 256),
+        (Packing(INT4, 128, False, torch.bfloat16), torch.bfloat16, 256),
+        (Packing(INT4, 128, False, torch.bfloat16), torch.float16, 64),
+        (KINDS["int4-g128"], torch.bfloat16, 64),  # its scales would be rounded
+        (KINDS["int4-g64"], torch.bfloat16, 64),
+        (KINDS["int8-row"], torch.bfloat16, 64),
     ],
 )
-def test_more_tokens_fit_where_numbers_hold_their_scales(
-    kind: str, dtype: torch.dtype, most: int
+def test_more_tokens_fit_where_they_are_faster(
+    packing: Packing, dtype: torch.dtype, most: int
 ) -> None:
     with StandIn("cuda", None):
         for tokens in (1, most, most + 1):
             x = torch.empty(tokens, 256, dtype=dtype, device="meta")
-            assert fits_packed(x, KINDS[kind]) == (tokens <= most)
+            assert fits_packed(x, packing) == (tokens <= most)
 
 
 Change = Callable[[Tensor, PackedWeight, Packing], tuple[Tensor, PackedWeight]]

@@ -80,7 +80,6 @@ def _product(
     row_ptrs = words_ptr + rows[:, None] * num_words + tl.arange(0, WORDS)[None, :]
     acc = tl.zeros([ROWS, PAIRS], tl.float32)
     places = rows * groups
-    scales = chunk_scales(scale_ptr, places, live_rows, groups, 0, GROUP)
     for chunk in range(num_words // WORDS):
         xs = ()
         for part in tl.static_range(PARTS):
@@ -90,14 +89,11 @@ def _product(
                 mask = mask & (ahead < COLUMNS)[None, :]
             x = tl.load(a_ptrs[:, None] + ahead[None, :], mask=mask, other=0.0)
             xs = xs + (x,)  # noqa: RUF005  Triton knows no stars
-        following = scales
-        if GROUP > 0:
-            following = chunk_scales(scale_ptr, places, live_rows, groups, chunk + 1, GROUP)
+        scales = chunk_scales(scale_ptr, places, live_rows, groups, chunk, GROUP)
         acc = add_chunk(
             acc, row_ptrs, xs, scales, zero_ptr, places, live_rows, groups, chunk, ROWS, KIND,
             GROUP, WORDS, DTYPE, INTERPRETED,
         )  # fmt: skip
-        scales = following
     return acc
 
 

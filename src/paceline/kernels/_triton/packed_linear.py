@@ -26,7 +26,6 @@ from paceline.kernels.packed_linear import PackedTile
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, words_of
 
 _CHUNK = tl.constexpr(CHUNK)
-_REGISTERS = 128  # of a thread: a multiprocessor then holds four programs of four warps
 
 
 @triton.jit
@@ -492,7 +491,6 @@ def launch_packed_linear(
             **common,
             SLICES=tile.slices,
             STEP=tile.step,
-            maxnreg=None if tile.step > 2 else _REGISTERS,
             MASKED=not is_whole or out_features % features != 0,
             **overlap_options(x.device, _packed_few_kernel),
         )
