@@ -43,7 +43,7 @@ _ENOUGH_WIDE = 96  # of those of many tokens, of which a multiprocessor holds on
 _ONE_WAVE = 4224  # rows that programs of 8 hold at once; up to three times as many are cut in 4
 _MOST_SPLITS = 8
 _MOST_OF_TWO = 264  # programs, where a multiprocessor holds two of four stages, or three of three
-_WHOLE = 4  # chunks of a slice, at most, that all are on their way at once
+_WHOLE = 4  # chunks of a slice that are all on their way at once
 
 
 def how_multiplied(dtype: str) -> str:
@@ -141,9 +141,9 @@ def packed_linear(
 def _tile(tokens: int, rows: int, chunks: int) -> PackedTile:
     """Of a weight with so many rows, of so many chunks each."""
     if tokens <= 2 and not _ONE_WAVE < rows <= 3 * _ONE_WAVE:
-        # Programs of many tiles ask for all before they wait.
-        is_short = rows > _ONE_WAVE and chunks % 8 == 0 and chunks // 8 <= _WHOLE
-        return PackedTile(2, 64, 8, chunks // 8 if is_short else 2, 4, 1)
+        # Where programs are many, their slices are on their way as a whole.
+        is_whole = rows > _ONE_WAVE and chunks == 8 * _WHOLE
+        return PackedTile(2, 64, 8, _WHOLE if is_whole else 2, 4, 1)
     if tokens <= 4:
         return PackedTile(4, 64, 4, 2, 4, 1)
     if tokens <= 16:

@@ -142,7 +142,8 @@ def round_rows(x: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
     if group is not None:
         rows += -rows % _TOKENS_UNIT
     codes = torch.empty((rows, chunks * CHUNK), dtype=CODE, device=x.device)
-    scale = torch.empty((1 if group is None else chunks, rows), device=x.device)
+    groups = 1 if group is None else chunks
+    scale = torch.empty((groups, rows), dtype=torch.float32, device=x.device)
     _ROUND_ROWS(x, group, codes.view(torch.uint8), scale)
     return codes, scale.view(rows, 1) if group is None else scale.t()
 
