@@ -28,7 +28,7 @@ HARMLESS |= {
     "static_range",
     "where",
 }
-WEIGHTS = {"weight_ptr", "bias_ptr", "log_ptr"}
+WEIGHTS = {"weight_ptr", "weight_scale_ptr", "bias_ptr", "log_ptr"}
 # Of kernels that stand behind one of SETTLING, see launch.py: what was written before it.
 SETTLING = ("state_inputs._state_inputs_kernel", "decay_rates._decay_rates_kernel")
 SETTLED = {
@@ -103,13 +103,17 @@ def helpers() -> dict[str, str]:
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef)
     ]
-    for function in functions:
-        calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
-        reads = [pointers_read(each, function.body) for each in calls if called(each) == "load"]
-        others = {called(each) for each in calls} - HARMLESS - {"load", "jit"}
-        early = WEIGHTS.union(*SETTLED.values())
-        if not others and all(pointers and pointers <= early for pointers in reads):
-            found[function.name] = "load" if reads else "to"
+    early = WEIGHTS.union(*SETTLED.values())
+    known = -1
+    while known < len(found):  # helpers may call helpers
+        known = len(found)
+        for function in functions:
+            calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
+            loads = [each for each in calls if found.get(called(each), called(each)) == "load"]
+            reads = [pointers_read(each, function.body) for each in loads]
+            others = {called(each) for each in calls} - HARMLESS - {"load", "jit"} - found.keys()
+            if not others and all(pointers and pointers <= early for pointers in reads):
+                found[function.name] = "load" if reads else "to"
     names = [function.name for function in functions]
     return {name: kind for name, kind in found.items() if names.count(name) == 1}
 

@@ -9,11 +9,14 @@ from torch import Tensor, nn
 
 from paceline.core.model.config import MoEConfig, NormKind
 from paceline.core.parallel import Parallel, whole
+from paceline.kernels.packed_weight import FP8, Packing
+from paceline.kernels.stand_in import StandIn
 from paceline.layers.embedding import Embedding, LMHead, root_scale
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SparseMLP
 from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.weights import packed
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Destination
@@ -158,3 +161,20 @@ def test_the_head_leaves_uncapped_logits_in_the_dtype_of_the_model() -> None:
     hidden = torch.randn(3, 4).bfloat16()
     assert torch.equal(head(hidden), torch.nn.functional.linear(hidden, head.weight))
     assert head(hidden).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("rows", "is_rounded"), [((256, 128), True), ((64, 64), False)])
+def test_parts_that_end_within_a_block_are_multiplied_as_numbers(
+    rows: tuple[int, int], is_rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    monkeypatch.setattr(packed, "scaled_linear", lambda x, *weight: taken.append(x) or x)
+    blocks = Packing(FP8, 128, False, torch.float32, shared_rows=128, rounds_inputs=True)
+    placement = Placement(torch.device("meta"), torch.bfloat16, DENSE)
+    layer = packed.PackedLinear(blocks)
+    with StandIn("cuda", None, (9, 0)):
+        weight = layer.allocate(
+            [whole(n) for n in rows], whole(256), bias=False, placement=placement
+        )
+        layer.apply(torch.empty(65, 256, dtype=torch.bfloat16, device="meta"), weight)
+    assert bool(taken) == is_rounded

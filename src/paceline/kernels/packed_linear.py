@@ -14,16 +14,24 @@ from torch import Tensor
 from paceline.kernels._check import reject, require_triton
 from paceline.kernels.act_and_mul import act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
-from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, unpack_reference
+from paceline.kernels.packed_weight import (
+    CHUNK,
+    INT4,
+    PackedWeight,
+    Packing,
+    unpack_reference,
+)
 from paceline.kernels.skinny_linear import column_splits, require_bias, require_counters
 from paceline.kernels.stand_in import device_type
 
 MAX_TOKENS = 64
+_MANY_TOKENS = 256  # beyond MAX_TOKENS: more take less time with a weight of numbers
 _CHOICE = (
     f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear), larger ones "
-    "with numbers made of them (unpack_weight), as a CPU always does, or, of fp8 with a scale for "
-    "each row and codes for activations, with rows rounded to fp8 (scaled_linear); experts "
-    "multiply with codes at any number of tokens (packed_experts)"
+    "of fp8 with a scale for each row or block and codes for activations with rows rounded to fp8 "
+    f"(scaled_linear), of 4 bits with a bfloat16 scale for 128 columns up to {_MANY_TOKENS} tokens "
+    "with codes, and others with numbers made of them (unpack_weight), as a CPU always does; "
+    "experts multiply with codes at any number of tokens (packed_experts)"
 )
 _UNPACKED = (
     "every step multiplies with numbers made of codes (unpack_weight): packed_linear has none for "
@@ -31,8 +39,11 @@ _UNPACKED = (
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 32768  # a row of words is held in registers
 _ENOUGH_PROGRAMS = (256, 384)  # of split products: for more tokens, for 5 to 16
+_ENOUGH_WIDE = 96  # of those of many tokens, of which a multiprocessor holds one
 _ONE_WAVE = 4224  # rows that programs of 8 hold at once; up to three times as many are cut in 4
 _MOST_SPLITS = 8
+_MOST_OF_TWO = 264  # programs, where a multiprocessor holds two of four stages, or three of three
+_WHOLE = 4  # chunks of a slice that are all on their way at once
 
 
 def how_multiplied(dtype: str) -> str:
@@ -45,7 +56,7 @@ class PackedTile(NamedTuple):
     matrix unit.  See kernels/_triton/packed_linear.py."""
 
     tokens: int  # a power of two; times slices at least 16
-    rows: int  # of the matrix unit, 64 for every four warps
+    rows: int  # of the matrix unit
     slices: int  # of a row's chunks; 0: the kernel for more tokens, which takes them in turns
     step: int  # chunks that a slice has on their way
     warps: int
@@ -64,11 +75,11 @@ def packed_linear_reference(
     return product if activation is None else act_and_mul_reference(product, activation)
 
 
-def fits_packed(x: Tensor) -> bool:
+def fits_packed(x: Tensor, packing: Packing) -> bool:
     """Whether `packed_linear` takes these rows and is the faster way; shapes and dtypes only."""
     return (
         device_type(x.device) == "cuda"
-        and 0 < x.shape[0] <= MAX_TOKENS
+        and 0 < x.shape[0] <= (_MANY_TOKENS if _gains_of_many(packing, x.dtype) else MAX_TOKENS)
         and x.dtype in _DTYPES
         and x.shape[1] <= _MOST_COLUMNS
         and x.stride(1) == 1
@@ -86,7 +97,8 @@ def packed_linear(
 ) -> Tensor:
     """x W^T + b, and with `activation` act(gate) * up of it.
 
-    x: bfloat16 or float16 [tokens, columns], 1 to 64 tokens with contiguous rows; weight: of as
+    x: bfloat16 or float16 [tokens, columns], contiguous rows, 1 to 64 tokens, or 256 with one scale
+    for a row, or one of x's dtype for 128 columns; weight: of as
     many columns, contiguous; bias: [rows] of x's dtype, or None; counters: the layer's own
     `arrival_counters`; without them the columns are never split.  Mutates counters, which are 0
     again when the kernel ends.  Returns [tokens, rows], or half the rows with an activation.
@@ -97,19 +109,25 @@ def packed_linear(
     parts = 1 if activation is None else 2
     _check(x, weight, bias, packing, parts)
     (tokens, columns), rows = x.shape, weight.words.shape[0]
-    tile = _tile(tokens, rows)
+    tile = _tile(tokens, rows, -(-columns // CHUNK))
     out = torch.empty((tokens, rows // parts), dtype=x.dtype, device=x.device)
     features = tile.rows // max(1, tile.slices)  # of one program
-    if tile.slices > 0:
+    is_many = tokens > MAX_TOKENS
+    if tile.slices > 0 or is_many:
         features //= parts
-    tiles = -(-out.shape[1] // features)
+    tiles = -(-out.shape[1] // features) * -(-tokens // tile.tokens)
     splits = 1
-    if counters is not None and activation is None and tile.slices <= 1:
-        enough = _ENOUGH_PROGRAMS[tile.slices]
+    can_split = activation is None and tile.slices <= 1
+    if counters is not None and is_many:  # a partial tile of rows may be one too many
+        can_split = can_split and tiles <= counters.numel()
+    if counters is not None and can_split:
+        enough = _ENOUGH_WIDE if is_many else _ENOUGH_PROGRAMS[tile.slices]
         splits = column_splits(
             tiles, -(-columns // CHUNK) // tile.step, enough=enough, most=_MOST_SPLITS
         )
         require_counters(counters, tiles, device=x.device)
+    if tile.tokens == MAX_TOKENS and splits > 1 and tiles * splits > _MOST_OF_TWO:
+        tile = tile._replace(stages=3)
     partial = None
     if splits > 1:
         size = splits * tiles * features * tile.tokens
@@ -120,22 +138,44 @@ def packed_linear(
     return out
 
 
-def _tile(tokens: int, rows: int) -> PackedTile:
-    """Of a weight with so many rows."""
+def _tile(tokens: int, rows: int, chunks: int) -> PackedTile:
+    """Of a weight with so many rows, of so many chunks each."""
     if tokens <= 2 and not _ONE_WAVE < rows <= 3 * _ONE_WAVE:
-        return PackedTile(2, 64, 8, 2, 4, 1)
+        # Where programs are many, their slices are on their way as a whole.
+        is_whole = rows > _ONE_WAVE and chunks == 8 * _WHOLE
+        return PackedTile(2, 64, 8, _WHOLE if is_whole else 2, 4, 1)
     if tokens <= 4:
         return PackedTile(4, 64, 4, 2, 4, 1)
     if tokens <= 16:
         return PackedTile(16, 64, 1, 2, 4, 1)
-    return PackedTile(1 << (tokens - 1).bit_length(), 64, 0, 1, 4, 4)
+    if tokens <= MAX_TOKENS:
+        return PackedTile(1 << (tokens - 1).bit_length(), 64, 0, 1, 4, 4)
+    return PackedTile(128, 256, 0, 1, 8, 3)
+
+
+def _gains_of_many(packing: Packing, dtype: torch.dtype) -> bool:
+    """Whether products of many tokens were measured to be faster so."""
+    is_plain = packing.kind == INT4 and packing.group == CHUNK and not packing.has_zeros
+    return is_plain and packing.scale_dtype == dtype == torch.bfloat16
+
+
+def _most_tokens(packing: Packing, columns: int, *, dtype: torch.dtype) -> int:
+    """Of a product.  Of many a scale is multiplied into its numbers, which rounds it unless it is
+    of their dtype."""
+    has_groups = packing.group is not None and packing.group < columns
+    if has_groups and (packing.group != CHUNK or packing.scale_dtype != dtype):
+        return MAX_TOKENS
+    return _MANY_TOKENS
 
 
 def _check(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, packing: Packing, parts: int
 ) -> None:
-    if x.dim() != 2 or x.dtype not in _DTYPES or not 0 < x.shape[0] <= MAX_TOKENS:
-        _reject_x(x, f"bfloat16 or float16 [1..{MAX_TOKENS}, columns]")
+    most = MAX_TOKENS
+    if x.dim() == 2:
+        most = _most_tokens(packing, x.shape[1], dtype=x.dtype)
+    if x.dim() != 2 or x.dtype not in _DTYPES or not 0 < x.shape[0] <= most:
+        _reject_x(x, f"bfloat16 or float16 [1..{most}, columns]")
     columns = x.shape[1]
     if columns > _MOST_COLUMNS or x.stride(1) != 1:
         _reject_x(x, f"contiguous rows of at most {_MOST_COLUMNS} columns")
@@ -199,8 +239,10 @@ def _launch(
 ) -> None:
     require_triton("packed_linear", otherwise="use kernels.unpack_weight and kernels.linear")
     from paceline.kernels._triton.packed_linear import launch_packed_linear
+    from paceline.kernels._triton.packed_many import launch_packed_many
 
-    launch_packed_linear(
+    launch_packed = launch_packed_linear if x.shape[0] <= MAX_TOKENS else launch_packed_many
+    launch_packed(
         x,
         PackedWeight(words, scale, zero),
         bias,

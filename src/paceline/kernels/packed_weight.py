@@ -41,12 +41,20 @@ class Packing:
     group: int | None  # columns that share a scale; None: all
     has_zeros: bool  # of integers; without, zero is half of what codes can be
     scale_dtype: torch.dtype
-    rounds_inputs: bool = False  # products of many rows round these to codes, too: fp8 of rows
+    shared_rows: int = 1  # that have the same scales, from a multiple of as many on: 128 of blocks
+    rounds_inputs: bool = False  # products of many rows round these to codes, too: fp8 with scales
+    # of rows or of blocks of 128 x 128
 
     def __post_init__(self) -> None:
         assert self.group is None or self.group in _GROUPS, self
         assert self.kind != FP8 or not self.has_zeros, self
-        assert not self.rounds_inputs or (self.kind == FP8 and self.group is None), self
+        assert self.shared_rows == 1 or (self.shared_rows, self.group) == (CHUNK, CHUNK), self
+        assert not self.rounds_inputs or self.can_round_inputs, self
+
+    @property
+    def can_round_inputs(self) -> bool:
+        """Whether there are products of such codes with rows that are rounded."""
+        return self.kind == FP8 and (self.group is None or self.shared_rows == CHUNK)
 
     @property
     def bits(self) -> int:
@@ -67,6 +75,8 @@ class Packing:
 
     def __str__(self) -> str:
         group = "a row" if self.group is None else f"{self.group} columns"
+        if self.shared_rows > 1:
+            group += f" of {self.shared_rows} rows"
         return f"{self.kind}, a scale for {group}"
 
 
@@ -132,7 +142,12 @@ def encode(numbers: Tensor, packing: Packing) -> PackedWeight:
     group = packing.group or columns
     most = _MOST_FP8 if packing.kind == FP8 else (1 << packing.bits - 1) - 1
     padded = torch.nn.functional.pad(numbers.float(), (0, -columns % group)).view(rows, -1, group)
-    scale = (padded.abs().amax(2) / most).clamp_(min=torch.finfo(torch.float16).tiny)
+    largest = padded.abs().amax(2)
+    if packing.shared_rows > 1:
+        by_block = torch.nn.functional.pad(largest, (0, 0, 0, -rows % packing.shared_rows))
+        of_blocks = by_block.unflatten(0, (-1, packing.shared_rows)).amax(1)
+        largest = of_blocks.repeat_interleave(packing.shared_rows, dim=0)[:rows]
+    scale = (largest / most).clamp_(min=torch.finfo(torch.float16).tiny)
     scale = scale.to(packing.scale_dtype)
     quotients = (padded / scale.float().unsqueeze(2)).flatten(1)[:, :columns]
     if packing.kind == FP8:

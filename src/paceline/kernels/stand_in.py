@@ -21,12 +21,19 @@ class StandIn(DispatchMode):
     """Within the block tensors of the meta device are those of a device of `device_type`.
 
     multiprocessors: of a GPU; None: one that is not known, which has the most there are.
+    capability: of a GPU; None: not known.
     """
 
-    def __init__(self, device_type: str, multiprocessors: int | None) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        multiprocessors: int | None,
+        capability: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
         self.device_type = device_type
         self.multiprocessors = multiprocessors
+        self.capability = capability
 
     def __torch_dispatch__(
         self,
@@ -92,6 +99,21 @@ def multiprocessors(device: torch.device) -> int:
         return INTERPRETER_SMS
     stand_in = _innermost()
     return MOST_SMS if stand_in is None else stand_in.multiprocessors or MOST_SMS
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU; of the meta device that of what it stands for; None: it has
+    none, or it is not known."""
+    if device.type == "cuda":
+        return _capability_of_gpu(device)
+    stand_in = _innermost() if device.type == "meta" else None
+    return None if stand_in is None else stand_in.capability
+
+
+@cache
+def _capability_of_gpu(device: torch.device) -> tuple[int, int]:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor
 
 
 @cache

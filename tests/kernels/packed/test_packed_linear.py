@@ -15,6 +15,8 @@ from paceline.kernels.packed_linear import (
     packed_linear_reference,
 )
 from paceline.kernels.packed_weight import (
+    FP8,
+    INT4,
     PackedWeight,
     Packing,
     encode,
@@ -23,6 +25,7 @@ from paceline.kernels.packed_weight import (
     unpack_reference,
 )
 from paceline.kernels.skinny_linear import arrival_counters
+from paceline.kernels.stand_in import StandIn
 from paceline.kernels.unpack_weight import unpack_weight
 
 pytest.importorskip("triton")
@@ -68,7 +71,8 @@ def test_a_product_equals_that_with_the_numbers(
     tokens: int, columns: int, kind: str, dtype: torch.dtype
 ) -> None:
     packing = KINDS[kind]
-    rows = 44 if tokens < 5 else 72  # not a multiple of what a program has
+    # Not a multiple of what a program has; of one token more tiles than programs.
+    rows = 140 if tokens == 1 else 44 if tokens < 5 else 72
     weight, numbers = random_weight(rows, columns, packing)
     x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)
     exact = x.double() @ numbers.T
@@ -106,6 +110,29 @@ def test_split_products_add_all_parts_and_leave_their_counters_zero(tokens: int,
     assert relative(split, x.double() @ numbers.T) < 2 * ERRORS[torch.float16]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "columns", "kind"),
+    [(65, 160, "int8-g128-zeros"), (130, 512, "int4-g128"), (70, 128, "int4-row")],
+)
+def test_many_tokens_are_multiplied_in_tiles(tokens: int, columns: int, kind: str) -> None:
+    packing, dtype, rows = KINDS[kind], torch.float16, 2 * 66
+    weight, numbers = random_weight(rows, columns, packing)
+    rng = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, columns, generator=rng).to(dtype) / 16
+    bias, counters = (
+        torch.randn(rows, generator=rng).to(dtype),
+        arrival_counters(300, device=x.device),
+    )
+    exact = x.double() @ numbers.T + bias.double()
+    for _ in range(2):
+        ours = packed_linear(x, weight, bias, packing, counters=counters)
+        assert relative(ours, exact) < 2 * ERRORS[dtype]
+        assert not counters.any()
+    gate, up = exact.chunk(2, dim=1)
+    gated = packed_linear(x, weight, bias, packing, activation="silu")
+    assert relative(gated, torch.nn.functional.silu(gate) * up) < 4 * ERRORS[dtype]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [640, 160])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -132,7 +159,26 @@ def test_codes_are_the_nearest_to_numbers(kind: str) -> None:
 
 
 def test_rows_on_a_cpu_take_another_way() -> None:
-    assert not fits_packed(torch.zeros(1, 128, dtype=torch.bfloat16))
+    assert not fits_packed(torch.zeros(1, 128, dtype=torch.bfloat16), KINDS["int4-g64"])
+
+
+@pytest.mark.parametrize(
+    ("packing", "dtype", "most"),
+    [
+        (Packing(INT4, 128, False, torch.bfloat16), torch.bfloat16, 256),
+        (Packing(INT4, 128, False, torch.bfloat16), torch.float16, 64),
+        (KINDS["int4-g128"], torch.bfloat16, 64),  # its scales would be rounded
+        (KINDS["int4-g64"], torch.bfloat16, 64),
+        (KINDS["int8-row"], torch.bfloat16, 64),
+    ],
+)
+def test_more_tokens_fit_where_they_are_faster(
+    packing: Packing, dtype: torch.dtype, most: int
+) -> None:
+    with StandIn("cuda", None):
+        for tokens in (1, most, most + 1):
+            x = torch.empty(tokens, 256, dtype=dtype, device="meta")
+            assert fits_packed(x, packing) == (tokens <= most)
 
 
 Change = Callable[[Tensor, PackedWeight, Packing], tuple[Tensor, PackedWeight]]
@@ -176,3 +222,12 @@ def test_other_arguments_are_named() -> None:
     x, counters = x.new_zeros(5, 256), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(KernelArgumentError, match="counters must be contiguous int32 with at lea"):
         packed_linear(x, weight, None, packing, counters=counters)
+
+
+def test_rows_of_a_block_are_encoded_with_one_scale() -> None:
+    packing = Packing(FP8, 128, False, torch.float32, shared_rows=128)
+    numbers = torch.randn(200, 256, generator=torch.Generator().manual_seed(0))
+    numbers[5, 7], numbers[150, 200] = 448.0, 896.0
+    scale = encode(numbers, packing).scale
+    assert torch.equal(scale, scale[::128].repeat_interleave(128, dim=0)[:200])
+    assert (scale[0, 0], scale[199, 1]) == (1.0, 2.0)

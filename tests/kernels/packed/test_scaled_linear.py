@@ -1,11 +1,13 @@
 """scaled_linear: what a library multiplies are the codes of its definition, in one order."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from packed_cases import KINDS, random_weight, relative
 
 from paceline.core.errors import KernelArgumentError
-from paceline.kernels.packed_weight import FP8, Packing, encode
+from paceline.kernels.packed_weight import CHUNK, FP8, PackedWeight, Packing, encode
 from paceline.kernels.scaled_linear import (
     fits_scaled,
     round_rows,
@@ -13,6 +15,7 @@ from paceline.kernels.scaled_linear import (
     scaled_linear,
     scaled_linear_reference,
 )
+from paceline.kernels.stand_in import StandIn
 
 pytest.importorskip("triton")
 
@@ -27,34 +30,43 @@ def inputs(tokens: int, columns: int) -> torch.Tensor:
     return x.bfloat16()
 
 
+@pytest.mark.parametrize("group", [None, CHUNK])
 @pytest.mark.parametrize("columns", [256, 200])
-def test_rows_are_rounded_as_defined_in_the_order_of_packed_columns(columns: int) -> None:
+def test_rows_are_rounded_as_defined_in_the_order_of_packed_columns(
+    columns: int, group: int | None
+) -> None:
     x = inputs(3, columns)
-    codes, scale = round_rows(x)  # the CPU's
-    wanted, scales = round_rows_reference(x)
+    codes, scale = (part[:3] for part in round_rows(x, group))  # the CPU's
+    wanted, scales = round_rows_reference(x, group)
     assert torch.equal(scale, scales)
-    assert relative(wanted.float() * scales, x.double()) < 0.03  # the page's error of fp8
+    by_column = scales.repeat_interleave(group or columns, dim=1)
+    assert relative(wanted.float() * by_column[:, :columns], x.double()) < 0.03  # the page's error
     # A product of codes in two orders is one with numbers where the orders are the same.
     weight, numbers = random_weight(16, columns, PACKING)
-    product = (codes.float() * scale) @ (weight.words.view(codes.dtype).float() * weight.scale).T
-    exact = (wanted.double() * scales.double()) @ numbers.T
+    padded = scales.repeat_interleave(group or codes.shape[1], dim=1)
+    product = (codes.float() * padded) @ (weight.words.view(codes.dtype).float() * weight.scale).T
+    exact = (wanted.double() * by_column[:, :columns].double()) @ numbers.T
     torch.testing.assert_close(product.double(), exact, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("group", [None, CHUNK])
 @pytest.mark.parametrize("columns", [256, 200])
-def test_the_kernel_puts_codes_and_scales_where_the_definition_does(columns: int) -> None:
+def test_the_kernel_puts_codes_and_scales_where_the_definition_does(
+    columns: int, group: int | None
+) -> None:
     from paceline.kernels._triton.scaled_linear import launch_round_rows
 
     # Numbers that are codes: the interpreter rounds others wrongly.
     codes = torch.randint(0, 0x7F, (3, columns), generator=torch.Generator().manual_seed(0))
     x = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    x[:, 17] = -448.0
+    x[:, 17::128] = -448.0
     x[1], x[2] = x[1] / 1024, 0.0
-    wanted, scale = round_rows(x.bfloat16())
-    ours, our_scale = torch.empty_like(wanted), torch.empty_like(scale)
-    launch_round_rows(x.bfloat16(), ours.view(torch.uint8), our_scale)
-    assert torch.equal(our_scale, scale)
-    assert torch.equal(ours.float(), wanted.float())
+    wanted, scale = round_rows(x.bfloat16(), group)
+    ours, our_scale = torch.empty_like(wanted), torch.empty_like(scale.t())
+    grouped = group is not None
+    launch_round_rows(x.bfloat16(), ours.view(torch.uint8), our_scale, is_grouped=grouped)
+    assert torch.equal(our_scale.t()[:3], scale[:3])
+    assert torch.equal(ours[:3].float(), wanted[:3].float())
 
 
 def test_products_equal_those_with_what_codes_stand_for() -> None:
@@ -75,8 +87,26 @@ def test_operands_that_do_not_fit_are_named() -> None:
         KernelArgumentError, match=r"x must be bfloat16 \[tokens, columns\], contig"
     ):
         scaled_linear(x.float(), weight, None, PACKING)
-    grouped, _ = random_weight(32, 256, KINDS["fp8-g128"])
-    with pytest.raises(KernelArgumentError, match="weight must be fp8, a scale for a row"):
-        scaled_linear(x, grouped, None, KINDS["fp8-g128"])
+    other, _ = random_weight(32, 256, KINDS["int8-row"])
+    with pytest.raises(
+        KernelArgumentError, match="weight must be fp8, a scale for a row or a block, a"
+    ):
+        scaled_linear(x, other, None, KINDS["int8-row"])
     with pytest.raises(KernelArgumentError, match=r"bias must be torch\.bfloat16 \[32\]"):
         scaled_linear(x, weight, torch.zeros(32), PACKING)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows", "groups"),
+    [(None, False, False), ((8, 9), False, False), ((9, 0), True, True), ((10, 0), True, False)],
+)
+def test_the_gpu_that_is_planned_for_multiplies_codes(
+    gpu: tuple[int, int] | None, rows: bool, groups: bool
+) -> None:
+    meta = torch.device("meta")
+    x = torch.empty(65, 256, dtype=torch.bfloat16, device=meta)
+    weight = PackedWeight(torch.empty(128, 64, dtype=torch.int32, device=meta), x, None)
+    blocks = replace(PACKING, group=CHUNK, shared_rows=CHUNK)
+    with StandIn("cuda", None, gpu):
+        assert fits_scaled(x, weight, PACKING) == rows
+        assert fits_scaled(x, weight, blocks) == groups

@@ -101,6 +101,9 @@ def test_codes_that_stay_give_the_logits_of_their_numbers(
     rounds = any(packing.rounds_inputs for packing in kept.by_module.values())
     # Activations of "fp8-rows" are plain; a block of "fp8-block" may hold all columns.
     assert rounds == (format_ in ("fp8", "fp8-block", "modelopt-fp8"))
+    if format_ == "fp8-block":
+        shared = {(kept_as.group, kept_as.shared_rows) for kept_as in kept.by_module.values()}
+        assert shared == {(None, 1), (128, 128)}
     wanted = logits(numbers, folder)
     assert (logits(ours, folder) - wanted).abs().max() < 1e-5 * wanted.abs().max()
     size = sum(p.nbytes for p in ours.parameters())

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.moe_align import launch_moe_align, read_block
 from paceline.kernels._triton.moe_experts import launch_sum
-from paceline.kernels._triton.packed_linear import add_chunk
+from paceline.kernels._triton.packed_linear import add_chunk, chunk_scales
 from paceline.kernels._triton.primitives import swiglu
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
 from paceline.kernels.moe_experts import SwiGLU
@@ -79,6 +79,7 @@ def _product(
     column = tl.arange(0, PART)
     row_ptrs = words_ptr + rows[:, None] * num_words + tl.arange(0, WORDS)[None, :]
     acc = tl.zeros([ROWS, PAIRS], tl.float32)
+    places = rows * groups
     for chunk in range(num_words // WORDS):
         xs = ()
         for part in tl.static_range(PARTS):
@@ -88,9 +89,10 @@ def _product(
                 mask = mask & (ahead < COLUMNS)[None, :]
             x = tl.load(a_ptrs[:, None] + ahead[None, :], mask=mask, other=0.0)
             xs = xs + (x,)  # noqa: RUF005  Triton knows no stars
+        scales = chunk_scales(scale_ptr, places, live_rows, groups, chunk, GROUP)
         acc = add_chunk(
-            acc, row_ptrs, xs, scale_ptr, zero_ptr, rows * groups, live_rows, groups, chunk, ROWS,
-            KIND, GROUP, WORDS, DTYPE, INTERPRETED,
+            acc, row_ptrs, xs, scales, zero_ptr, places, live_rows, groups, chunk, ROWS, KIND,
+            GROUP, WORDS, DTYPE, INTERPRETED,
         )  # fmt: skip
     return acc
 

@@ -24,9 +24,10 @@ from paceline.kernels._triton.primitives import biased_activation, dot
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
 from paceline.kernels._triton.skinny_linear import meet
 from paceline.kernels.packed_linear import PackedTile
-from paceline.kernels.packed_weight import CHUNK, PackedWeight, words_of
+from paceline.kernels.packed_weight import CHUNK, FP8, PackedWeight, words_of
 
 _CHUNK = tl.constexpr(CHUNK)
+_FEW_CHUNKS = 2  # on their way
 
 
 @triton.jit
@@ -94,7 +95,23 @@ def _read_inputs(
 
 
 @triton.jit
-def _numbers(
+def read_scales(
+    weight_scale_ptr,  # [rows, groups]
+    places,  # [ROWS] of each row's first group of the chunks
+    groups_left,  # [ROWS] from there on
+    COUNT: tl.constexpr,  # of groups
+):
+    """COUNT groups' scales, [ROWS] each.  Read like words, before they are needed: behind a product
+    they would be waited for once per chunk."""
+    scales = ()
+    for part in tl.static_range(COUNT):
+        scale = tl.load(weight_scale_ptr + places + part, mask=part < groups_left, other=0.0)
+        scales = scales + (scale,)  # noqa: RUF005
+    return scales
+
+
+@triton.jit
+def code_numbers(
     words,  # [ROWS, WORDS // 16, 16]
     zero_ptr,  # [rows, groups], or None
     places,  # [ROWS] of each row's first group in the chunk
@@ -121,10 +138,9 @@ def _add_products(
     acc,  # [ROWS, columns of the tile] float32
     numbers,  # [ROWS, CHUNK]
     xs,  # [columns of the tile, GROUP] each
-    scale_ptr,  # [rows, groups]
-    places,  # [ROWS]
-    groups_left,  # [ROWS]
+    scales,  # [ROWS] each, as xs; one where a row has one
     FIRST: tl.constexpr,  # of xs
+    FIRST_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -135,7 +151,7 @@ def _add_products(
     for part in tl.static_range(PARTS):
         of_part = part_of(numbers, part, PARTS, ROWS)
         product = dot(of_part, tl.trans(xs[FIRST + part]), nothing, INTERPRETED)
-        scale = tl.load(scale_ptr + places + part, mask=part < groups_left, other=0.0)
+        scale = scales[FIRST_SCALE + part] if GROUP > 0 else scales[0]
         acc += product * scale.to(tl.float32)[:, None]
     return acc
 
@@ -166,7 +182,7 @@ def _write(
 def _packed_few_kernel(
     x_ptr,  # [tokens, columns]
     weight_ptr,  # [rows, num_words] int32
-    scale_ptr,  # [rows, groups]
+    weight_scale_ptr,  # [rows, groups]
     zero_ptr,  # [rows, groups] uint8, or None
     bias_ptr,  # [rows] or None
     out_ptr,  # [tokens, out_features]
@@ -189,6 +205,7 @@ def _packed_few_kernel(
     SPLITS: tl.constexpr,
     STEP: tl.constexpr,  # chunks at a time
     MASKED: tl.constexpr,  # slices end behind the last column, or tiles behind the last row
+    IS_AHEAD: tl.constexpr,  # scales are read a step ahead
     OVERLAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -208,14 +225,18 @@ def _packed_few_kernel(
     row_ptrs = weight_ptr + (rows.to(tl.int64) * num_words + first_chunk * WORDS)[:, :, None, None]
     row_ptrs += word[None, None, :, :]
     words = _read_words(row_ptrs, words_left, 0, STEP, WORDS, MASKED)
+    row = tl.arange(0, ROWS)
+    rows, live_rows = _feature(row % FEATURES, tile, out_features, FEATURES, IS_GATED)
+    of_row = (split * SLICES + row // FEATURES) * (steps * STEP)  # first chunk
+    first_group = of_row * PARTS if GROUP > 0 else 0 * of_row
+    places = rows.to(tl.int64) * groups + first_group
+    groups_left = tl.where(live_rows, groups - first_group, 0)
+    SCALES: tl.constexpr = STEP * PARTS if GROUP > 0 else 1  # of a step
+    scales = read_scales(weight_scale_ptr, places, groups_left, SCALES if IS_AHEAD else 1)
     let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
 
-    row = tl.arange(0, ROWS)
     column = tl.arange(0, SLICES * TOKENS)
-    rows, live_rows = _feature(row % FEATURES, tile, out_features, FEATURES, IS_GATED)
-    places = rows.to(tl.int64) * groups
-    of_row = (split * SLICES + row // FEATURES) * (steps * STEP)  # first chunk
     token = column % TOKENS
     first_column = (split * SLICES + column // TOKENS) * (steps * STEP * _CHUNK)
     x_ptrs = x_ptr + token.to(tl.int64) * stride_x_token + first_column
@@ -225,19 +246,23 @@ def _packed_few_kernel(
         xs = _read_inputs(
             x_ptrs, token < tokens, columns - first_column, ahead, STEP, GROUP, MASKED
         )
-        following = words
+        following, following_scales = words, scales
         if step + 1 < steps:
             following = _read_words(row_ptrs, words_left, ahead + STEP, STEP, WORDS, MASKED)
+            if GROUP > 0 and IS_AHEAD:
+                group = (ahead + STEP) * PARTS
+                following_scales = read_scales(
+                    weight_scale_ptr, places + group, groups_left - group, SCALES
+                )
         for u in tl.static_range(STEP):
-            group = (of_row + ahead + u) * PARTS if GROUP > 0 else 0 * of_row
-            left = tl.where(live_rows, groups - group, 0)
+            group = (ahead + u) * PARTS if GROUP > 0 else 0
             by_row = tl.reshape(words[u], (ROWS // 16, 8, 2, WORDS // 16, 16))
             by_row = tl.reshape(tl.permute(by_row, (0, 2, 1, 3, 4)), (ROWS, WORDS // 16, 16))
-            numbers = _numbers(
+            numbers = code_numbers(
                 by_row,
                 zero_ptr,
                 places + group,
-                left,
+                groups_left - group,
                 ROWS,
                 KIND,
                 GROUP,
@@ -245,19 +270,14 @@ def _packed_few_kernel(
                 DTYPE,
                 INTERPRETED,
             )
+            of_chunk = scales
+            if not IS_AHEAD:
+                of_chunk = read_scales(weight_scale_ptr, places + group, groups_left - group, PARTS)
             acc = _add_products(
-                acc,
-                numbers,
-                xs,
-                scale_ptr,
-                places + group,
-                left,
-                u * PARTS,
-                ROWS,
-                GROUP,
+                acc, numbers, xs, of_chunk, u * PARTS, u * PARTS if IS_AHEAD else 0, ROWS, GROUP,
                 INTERPRETED,
-            )
-        words = following
+            )  # fmt: skip
+        words, scales = following, following_scales
 
     if SLICES > 1:
         is_own = (row // FEATURES)[:, None] == (column // TOKENS)[None, :]
@@ -286,7 +306,7 @@ def add_chunk(
     acc,  # [ROWS, TOKENS] float32
     row_ptrs,  # [ROWS, WORDS] of a row's first chunk
     xs,  # [TOKENS, GROUP] each, of this chunk
-    scale_ptr,
+    scales,  # [ROWS] each, of this chunk
     zero_ptr,
     places,  # [ROWS] of a row's first group
     live_rows,  # [ROWS]
@@ -307,19 +327,33 @@ def add_chunk(
     words = tl.reshape(words, (ROWS, WORDS // 16, 16))
     group = chunk * PARTS if GROUP > 0 else 0
     left = tl.where(live_rows, groups - group, 0)
-    numbers = _numbers(
+    numbers = code_numbers(
         words, zero_ptr, places + group, left, ROWS, KIND, GROUP, WORDS, DTYPE, INTERPRETED
     )
-    return _add_products(
-        acc, numbers, xs, scale_ptr, places + group, left, 0, ROWS, GROUP, INTERPRETED
-    )
+    return _add_products(acc, numbers, xs, scales, 0, 0, ROWS, GROUP, INTERPRETED)
+
+
+@triton.jit
+def chunk_scales(
+    weight_scale_ptr,  # [rows, groups]
+    places,  # [ROWS] of a row's first group
+    live_rows,  # [ROWS]
+    groups,
+    chunk,
+    GROUP: tl.constexpr,
+):
+    """A chunk's scales; there are none behind the last chunk."""
+    PARTS: tl.constexpr = 1 if GROUP == 0 else _CHUNK // GROUP
+    group = chunk * PARTS if GROUP > 0 else 0
+    left = tl.where(live_rows, groups - group, 0)
+    return read_scales(weight_scale_ptr, places + group, left, PARTS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _packed_more_kernel(
     x_ptr,  # [tokens, columns]
     weight_ptr,  # [rows, num_words] int32
-    scale_ptr,  # [rows, groups]
+    weight_scale_ptr,  # [rows, groups]
     zero_ptr,  # [rows, groups] uint8, or None
     bias_ptr,  # [rows] or None
     out_ptr,  # [tokens, rows]
@@ -359,23 +393,36 @@ def _packed_more_kernel(
     up_places = places + tl.cast(out_features, tl.int64) * groups
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc_up = acc
+    first_chunk = split * chunks_per_split
+    scales = chunk_scales(weight_scale_ptr, places, live_rows, groups, first_chunk, GROUP)
+    up_scales = scales
+    if ACTIVATION is not None:
+        up_scales = chunk_scales(weight_scale_ptr, up_places, live_rows, groups, first_chunk, GROUP)
     wait_for_inputs(OVERLAPPED)
-    for chunk in range(split * chunks_per_split, (split + 1) * chunks_per_split):
+    for chunk in range(first_chunk, first_chunk + chunks_per_split):
         xs = ()
         for part in tl.static_range(PARTS):
             first = chunk * _CHUNK + part * PART
             inside = (first + tl.arange(0, PART) < columns)[None, :]
             x = tl.load(x_ptrs + first, mask=live_tokens[:, None] & inside, other=0.0)
             xs = xs + (x,)  # noqa: RUF005
+        following, following_up = scales, up_scales
+        if GROUP > 0:
+            following = chunk_scales(weight_scale_ptr, places, live_rows, groups, chunk + 1, GROUP)
         acc = add_chunk(
-            acc, row_ptrs, xs, scale_ptr, zero_ptr, places, live_rows, groups, chunk, ROWS, KIND,
+            acc, row_ptrs, xs, scales, zero_ptr, places, live_rows, groups, chunk, ROWS, KIND,
             GROUP, WORDS, out_ptr.dtype.element_ty, INTERPRETED,
         )  # fmt: skip
         if ACTIVATION is not None:
+            if GROUP > 0:
+                following_up = chunk_scales(
+                    weight_scale_ptr, up_places, live_rows, groups, chunk + 1, GROUP
+                )
             acc_up = add_chunk(
-                acc_up, up_ptrs, xs, scale_ptr, zero_ptr, up_places, live_rows, groups, chunk, ROWS,
+                acc_up, up_ptrs, xs, up_scales, zero_ptr, up_places, live_rows, groups, chunk, ROWS,
                 KIND, GROUP, WORDS, out_ptr.dtype.element_ty, INTERPRETED,
             )  # fmt: skip
+        scales, up_scales = following, following_up
     let_next_start(OVERLAPPED)
     is_last = True
     if SPLITS > 1:
@@ -432,6 +479,7 @@ def launch_packed_linear(
             **common,
             SLICES=tile.slices,
             STEP=tile.step,
+            IS_AHEAD=_reads_ahead(weight, kind, group < columns, tile),
             MASKED=not is_whole or out_features % features != 0,
             **overlap_options(x.device, _packed_few_kernel),
         )
@@ -444,3 +492,11 @@ def launch_packed_linear(
         **common,
         **overlap_options(x.device, _packed_more_kernel),
     )
+
+
+def _reads_ahead(weight: PackedWeight, kind: str, has_groups: bool, tile: PackedTile) -> bool:
+    """Whether few tokens' scales are read a step ahead.  With a few chunks of fp8 and scales of
+    groups, registers would be left for three programs of a multiprocessor in place of four, which
+    costs more than it gains, and with zeros it was not measured."""
+    is_tight = kind == FP8 and has_groups and tile.step == _FEW_CHUNKS
+    return weight.zero is None and not is_tight

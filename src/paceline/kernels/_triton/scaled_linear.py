@@ -6,51 +6,68 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, overlap_options, wait_for_inputs
-from paceline.kernels._triton.runtime import next_power_of_2, require_runnable
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2, require_runnable
+from paceline.kernels.packed_weight import CHUNK
+
+_CHUNK = tl.constexpr(CHUNK)
+_CHUNKS = 8  # of a program, where each has a scale
 
 
 @triton.jit
 def _round_rows_kernel(
     x_ptr,  # [tokens, columns]
-    codes_ptr,  # [tokens, padded] float8e4nv
-    scale_ptr,  # [tokens]
+    codes_ptr,  # [rows, chunks * CHUNK] float8e4nv
+    scale_ptr,  # [groups, rows]
     stride_x_token,
     columns,
-    padded,
-    BLOCK: tl.constexpr,
+    chunks,
+    rows,
+    CHUNKS: tl.constexpr,  # of a program: all, unless each has a scale
+    IS_GROUPED: tl.constexpr,  # each has
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    # Byte j + 2 p of word 16 h + 4 t + i of a chunk is column 16 (4 h + i) + 8 j + 2 t + p.
-    word = at // 4 % 32
-    run = word // 16 * 4 + word % 4
-    column = at // 128 * 128 + run * 16 + at % 2 * 8 + word // 4 % 4 * 2 + at // 2 % 2
-    x_ptrs = x_ptr + row * stride_x_token
-    x = tl.load(x_ptrs + at, mask=at < columns, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), axis=0) / 448.0, 1e-12)
-    moved = tl.load(x_ptrs + column, mask=column < columns, other=0.0).to(tl.float32) / scale
+    chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
+    at = tl.arange(0, _CHUNK)
+    column = chunk[:, None] * _CHUNK + at[None, :]
+    x = tl.load(x_ptr + row * stride_x_token + column, mask=column < columns, other=0.0)
+    x = x.to(tl.float32)
+    largest = tl.max(tl.abs(x), axis=1)
+    if not IS_GROUPED:
+        largest = tl.zeros_like(largest) + tl.max(largest, axis=0)
+    scale = tl.maximum(largest / 448.0, 1e-12)
+    moved = x / scale[:, None]
     moved = tl.where(moved > 448.0, 448.0, tl.where(moved < -448.0, -448.0, moved))
-    tl.store(codes_ptr + row * padded + at, moved.to(tl.float8e4nv), mask=at < padded)
-    tl.store(scale_ptr + row, scale)
+    # From columns 16 (4 h + i) + 8 j + 2 t + p to bytes j + 2 p of words 16 h + 4 t + i.  Moving
+    # codes costs less than reading x in their order.
+    fields = tl.reshape(moved.to(tl.float8e4nv), (CHUNKS, 2, 4, 2, 4, 2))  # h, i, j, t, p
+    codes = tl.reshape(tl.permute(fields, (0, 1, 4, 2, 5, 3)), (CHUNKS, _CHUNK))
+    live = chunk < chunks
+    code_ptrs = codes_ptr + row * (chunks * _CHUNK) + chunk[:, None] * _CHUNK + at[None, :]
+    tl.store(code_ptrs, codes, mask=live[:, None])
+    group = chunk if IS_GROUPED else 0 * chunk
+    tl.store(scale_ptr + group * rows + row, scale, mask=live)
 
 
-def launch_round_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """One kernel; arguments as checked by kernels/scaled_linear.py."""
+def launch_round_rows(x: Tensor, codes: Tensor, scale: Tensor, *, is_grouped: bool) -> None:
+    """One kernel; arguments as checked by kernels/scaled_linear.py; scale: [groups, rows]."""
     require_runnable("x of scaled_linear", x, _round_rows_kernel, otherwise="use unpack_weight")
-    tokens, columns = x.shape
-    block = next_power_of_2(codes.shape[1])
+    (tokens, columns), (rows, padded) = x.shape, codes.shape
+    chunks = padded // CHUNK
+    per_program = _CHUNKS if is_grouped else next_power_of_2(chunks)
     launch(
         _round_rows_kernel,
-        (tokens,),
+        (tokens, cdiv(chunks, per_program)),
         x,
         codes.view(torch.float8_e4m3fn),
         scale,
         x.stride(0),
         columns,
-        codes.shape[1],
-        BLOCK=block,
-        num_warps=8 if block > 2048 else 4,
+        chunks,
+        rows,
+        CHUNKS=per_program,
+        IS_GROUPED=is_grouped,
+        num_warps=2 if is_grouped else min(max(per_program // 2, 2), 16),
         **overlap_options(x.device, _round_rows_kernel),
     )

@@ -30,6 +30,7 @@ class PackedMatrix(NamedTuple):
     parts: tuple[Span, ...]  # rows of each
     columns: Span
     has_bias: bool  # the layer's; a rank behind the first may hold none of it
+    has_whole_blocks: bool  # parts begin and end where rows that share scales do
 
     @property
     def packed(self) -> PackedWeight:
@@ -62,6 +63,9 @@ class PackedLinear(LinearFormat[PackedMatrix]):
             parts=tuple(parts),
             columns=columns,
             has_bias=bias,
+            has_whole_blocks=not any(
+                cut % self.packing.shared_rows for part in parts for cut in (part.first, part.size)
+            ),
         )
 
     def fill(self, weight: PackedMatrix, names: Sequence[str]) -> Named:
@@ -89,14 +93,14 @@ class PackedLinear(LinearFormat[PackedMatrix]):
         return weight.words, weight.scale
 
     def apply(self, x: Tensor, weight: PackedMatrix) -> Tensor:
-        if fits_packed(x):
-            return self._packed(x, weight, None)
-        return self._many_rows(x, weight)
+        if self._is_rounded(x, weight) or not fits_packed(x, self.packing):
+            return self._many_rows(x, weight)
+        return self._packed(x, weight, None)
 
     def apply_gated(self, x: Tensor, weight: PackedMatrix, activation: str) -> Tensor:
-        if fits_packed(x):
-            return self._packed(x, weight, activation)
-        return act_and_mul(self._many_rows(x, weight), activation)
+        if self._is_rounded(x, weight) or not fits_packed(x, self.packing):
+            return act_and_mul(self._many_rows(x, weight), activation)
+        return self._packed(x, weight, activation)
 
     def _packed(self, x: Tensor, weight: PackedMatrix, activation: str | None) -> Tensor:
         return packed_linear(
@@ -108,8 +112,11 @@ class PackedLinear(LinearFormat[PackedMatrix]):
             counters=weight.counters,
         )
 
+    def _is_rounded(self, x: Tensor, weight: PackedMatrix) -> bool:
+        return weight.has_whole_blocks and fits_scaled(x, weight.packed, self.packing)
+
     def _many_rows(self, x: Tensor, weight: PackedMatrix) -> Tensor:
-        if fits_scaled(x, weight.packed, self.packing):
+        if self._is_rounded(x, weight):
             return scaled_linear(x, weight.packed, weight.bias, self.packing)
         numbers = unpack_weight(weight.packed, self.packing, x.shape[1], x.dtype)
         return linear(x, numbers, weight.bias)

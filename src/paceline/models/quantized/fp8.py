@@ -111,6 +111,7 @@ def scaled_weight(
             group=blocks.columns,
             has_zeros=len(parts) == 3,
             scale_dtype="F32" if scale == E8M0 else scale,
+            shared_rows=blocks.rows,
             rounds_inputs=rounds_inputs,
         )
     ]

@@ -19,7 +19,7 @@ from paceline.models.registry import architecture
 # What plain numbers can become: fp8 as they are read, all of them as dummy weights.
 MADE: Mapping[str, Packing] = {
     "fp8": Packing(FP8, None, False, torch.float32, rounds_inputs=True),
-    "fp8-block": Packing(FP8, 128, False, torch.float32),
+    "fp8-block": Packing(FP8, 128, False, torch.float32, shared_rows=128, rounds_inputs=True),
     "w4a16": Packing(INT4, 128, False, torch.bfloat16),
     "w8a16": Packing(INT8, 128, False, torch.bfloat16),
 }

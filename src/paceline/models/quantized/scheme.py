@@ -39,6 +39,7 @@ class Weight(NamedTuple):
     group: int | None = None  # columns that share a scale; None: all
     has_zeros: bool = False
     scale_dtype: str = "F32"  # as files spell it
+    shared_rows: int = 1  # that have the same scales
     rounds_inputs: bool = False  # the method has codes for what the weight multiplies, too
 
 
@@ -69,10 +70,11 @@ def coded_weight(
     group: int,
     has_zeros: bool,
     scale_dtype: str,
+    shared_rows: int = 1,
     rounds_inputs: bool = False,
 ) -> Weight:
     """A matrix whose codes can stay codes.  kind: of kernels.packed_weight; group: columns that
-    share a scale."""
+    share a scale; shared_rows: rows that do."""
     return Weight(
         "weight",
         shape,
@@ -83,6 +85,7 @@ def coded_weight(
         None if group >= shape[1] else group,
         has_zeros,
         scale_dtype,
+        shared_rows,
         rounds_inputs,
     )
 

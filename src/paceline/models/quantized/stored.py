@@ -1,12 +1,12 @@
 """Dequantised: a checkpoint of codes and scales, seen as one of plain numbers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import WeightsError
-from paceline.kernels.packed_weight import FP8, PackedWeight, Packing, packable
+from paceline.kernels.packed_weight import CHUNK, FP8, PackedWeight, Packing, packable
 from paceline.models.checkpoint import SPELLED, StoredTensors
 from paceline.models.quantized.repacked import pack_coded
 from paceline.models.quantized.scheme import Quantization, Stored, Weight, unread
@@ -82,13 +82,14 @@ class Dequantised:
         is_known = weight.group is None or packable(weight.group, weight.shape[1])
         if not is_known or (kind == FP8 and weight.has_zeros):
             return None
-        return Packing(
+        packing = Packing(
             kind,
             weight.group,
             weight.has_zeros,
             DTYPES[weight.scale_dtype],
-            rounds_inputs=weight.rounds_inputs and kind == FP8 and weight.group is None,
+            shared_rows=weight.shared_rows if weight.shared_rows == weight.group == CHUNK else 1,
         )
+        return replace(packing, rounds_inputs=weight.rounds_inputs and packing.can_round_inputs)
 
     def packed(self, name: str, packing: Packing, device: torch.device) -> PackedWeight:
         """Of a weight with this `packing`, made on `device`.  Raises WeightsError as `tensor`."""

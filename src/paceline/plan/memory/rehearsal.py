@@ -53,7 +53,7 @@ class Allocations(StandIn):
     """
 
     def __init__(self, facts: DeviceFacts, *, unit: int = 1, pool: CudaPool | None = None) -> None:
-        super().__init__(facts.device_type, facts.multiprocessors)
+        super().__init__(facts.device_type, facts.multiprocessors, facts.cuda_arch)
         self.live, self.peak, self.total = 0, 0, 0
         self._unit = unit
         self._pool = pool

@@ -1,0 +1,174 @@
+"""Triton kernel of packed_linear for more tokens than a decode has; see kernels/packed_linear.py.
+
+The product is taken transposed, [rows, tokens] = W x^T, in tiles of TOKENS tokens.  Here the matrix
+unit is the limit: a scale is multiplied into its numbers, which are then those that unpack_weight
+would write, so that a tile is one sum from its first chunk to its last and chunks become numbers
+while the unit multiplies those before.  Gates and ups of a gated tile lie in turns of 8 rows, which
+one thread has both of.  Split sums meet as in skinny_linear.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.packed_linear import code_numbers
+from paceline.kernels._triton.primitives import biased_activation, dot
+from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
+from paceline.kernels._triton.skinny_linear import meet
+from paceline.kernels.packed_linear import PackedTile
+from paceline.kernels.packed_weight import CHUNK, PackedWeight, words_of
+
+_CHUNK = tl.constexpr(CHUNK)
+
+
+@triton.jit(do_not_specialize=["tokens", "token_tiles"])
+def _packed_many_kernel(
+    x_ptr,  # [tokens, columns]
+    weight_ptr,  # [rows, num_words] int32
+    weight_scale_ptr,  # [rows, groups]
+    zero_ptr,  # [rows, groups] uint8, or None
+    bias_ptr,  # [rows] or None
+    out_ptr,  # [tokens, out_features]
+    partial_ptr,  # [SPLITS, tiles, ROWS, TOKENS] float32, or None
+    counters_ptr,  # [tiles] int32, all 0, or None
+    stride_x_token,
+    tokens,
+    token_tiles,
+    out_features,  # rows, or half of them with ACTIVATION: those of ups lie behind
+    columns,
+    num_words,
+    groups,
+    chunks_per_split,
+    ACTIVATION: tl.constexpr,
+    KIND: tl.constexpr,
+    IS_GROUPED: tl.constexpr,  # a scale for each chunk; else for a row
+    WORDS: tl.constexpr,  # of a chunk
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,  # the last chunk is partial
+    OVERLAPPED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    IS_GATED: tl.constexpr = ACTIVATION is not None
+    FEATURES: tl.constexpr = ROWS // 2 if IS_GATED else ROWS
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    GROUP: tl.constexpr = _CHUNK if IS_GROUPED else 0
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    first_feature = tile // token_tiles * FEATURES
+    first_token = tile % token_tiles * TOKENS
+    local = tl.arange(0, ROWS)
+    if IS_GATED:
+        feature = first_feature + local // 16 * 8 + local % 8
+        row = tl.minimum(feature, out_features - 1) + local // 8 % 2 * out_features
+    else:
+        row = tl.minimum(first_feature + local, out_features - 1)
+    # Rows and tokens behind the last are the last again: what they give is not written.
+    row = row.to(tl.int64)
+    token = tl.minimum(first_token + tl.arange(0, TOKENS), tokens - 1).to(tl.int64)
+    first = split * chunks_per_split
+    row_ptrs = weight_ptr + row[:, None] * num_words + tl.arange(0, WORDS)[None, :]
+    x_ptrs = x_ptr + token[:, None] * stride_x_token + tl.arange(0, _CHUNK)[None, :]
+    places = row * groups
+    every = tl.full([ROWS], 1, tl.int32)
+    scale = tl.load(weight_scale_ptr + places + (first if IS_GROUPED else 0))
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    wait_for_inputs(OVERLAPPED)
+    for chunk in range(first, first + chunks_per_split):
+        if MASKED:
+            inside = tl.arange(0, _CHUNK) < columns - chunk * _CHUNK
+            x = tl.load(x_ptrs + chunk * _CHUNK, mask=inside[None, :], other=0.0)
+        else:
+            x = tl.load(x_ptrs + chunk * _CHUNK)
+        words = tl.load(row_ptrs + chunk * WORDS)
+        group = chunk if IS_GROUPED else 0
+        following = scale
+        if IS_GROUPED:
+            following = tl.load(weight_scale_ptr + places + tl.minimum(chunk + 1, groups - 1))
+        numbers = code_numbers(
+            tl.reshape(words, (ROWS, WORDS // 16, 16)), zero_ptr, places + group, every, ROWS, KIND,
+            GROUP, WORDS, DTYPE, INTERPRETED,
+        )  # fmt: skip
+        if IS_GROUPED:
+            numbers = numbers * scale.to(numbers.dtype)[:, None]
+        acc = dot(numbers, tl.trans(x), acc, INTERPRETED)
+        scale = following
+    let_next_start(OVERLAPPED)
+    is_last = True
+    if SPLITS > 1:
+        tiles = tl.num_programs(0)
+        acc, is_last = meet(
+            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, ROWS, TOKENS
+        )
+    if is_last:
+        if not IS_GROUPED:
+            acc *= scale.to(tl.float32)[:, None]
+        features = first_feature + tl.arange(0, FEATURES)
+        if IS_GATED:
+            by_part = tl.permute(tl.reshape(acc, (ROWS // 16, 2, 8, TOKENS)), (0, 2, 3, 1))
+            gate, up = tl.split(by_part)
+            gate = tl.reshape(gate, (FEATURES, TOKENS))
+            up = tl.reshape(up, (FEATURES, TOKENS))
+        else:
+            gate = acc
+            up = acc
+        live = features < out_features
+        result = biased_activation(
+            gate, up, bias_ptr, features[:, None], live[:, None], out_features, ACTIVATION, DTYPE
+        )
+        written = first_token + tl.arange(0, TOKENS)
+        out_ptrs = out_ptr + written.to(tl.int64)[:, None] * out_features + features[None, :]
+        tl.store(out_ptrs, tl.trans(result), mask=(written < tokens)[:, None] & live[None, :])
+
+
+def launch_packed_many(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    activation: str | None,
+    *,
+    kind: str,
+    group: int,
+    tile: PackedTile,
+    splits: int,
+    out: Tensor,
+    partial: Tensor | None,
+    counters: Tensor | None,
+) -> None:
+    """One kernel; arguments as checked by kernels/packed_linear.py."""
+    require_runnable("x of packed_linear", x, _packed_many_kernel, otherwise="use unpack_weight")
+    (tokens, columns), out_features = x.shape, out.shape[1]
+    token_tiles = cdiv(tokens, tile.tokens)
+    features = tile.rows // (1 if activation is None else 2)
+    launch(
+        _packed_many_kernel,
+        (cdiv(out_features, features) * token_tiles, splits),
+        x,
+        *weight,
+        bias,
+        out,
+        partial,
+        counters,
+        x.stride(0),
+        tokens,
+        token_tiles,
+        out_features,
+        columns,
+        weight.words.shape[1],
+        weight.scale.shape[1],
+        cdiv(columns, CHUNK) // splits,
+        ACTIVATION=activation,
+        KIND=kind,
+        IS_GROUPED=group < columns,
+        WORDS=words_of(kind),
+        SPLITS=splits,
+        TOKENS=tile.tokens,
+        ROWS=tile.rows,
+        MASKED=columns % CHUNK != 0,
+        INTERPRETED=interpreted(_packed_many_kernel),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **overlap_options(x.device, _packed_many_kernel),
+    )
