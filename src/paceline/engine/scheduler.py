@@ -126,6 +126,7 @@ class Scheduler:
         request = self._roster.get(request_id)
         if request is None:
             return False
+        self._cache.offer_written()  # by tokens that are there
         del request.token_ids[request.prompt_len + keep_tokens :]
         self._finish(request, FinishReason.STOP)
         return True
@@ -136,6 +137,7 @@ class Scheduler:
 
     def schedule(self, epoch: int) -> Step | None:
         """The next step, or None when nothing can run before earlier outputs are processed."""
+        self._cache.offer_written()
         is_free = not self._roster.num_needy
         plan = StepPlan(self._config.max_batched_tokens, is_free=is_free)
         if self._config.is_mixed:
