@@ -243,11 +243,16 @@ class CacheManager:
                 got=epoch,
                 remedy="call retire before written",
             )
-        self._commit(entry, kv_len, epoch)
+        num_full = kv_len // self._page_size
+        if num_full != entry.committed // self._page_size or kv_len > entry.reserved:
+            self._commit(entry, kv_len, epoch)
+        else:  # groups count whole pages: they hear of the others with the next that is full
+            assert kv_len >= entry.committed, "KV that is written stays"
+            entry.committed = kv_len
         if self._states:
             for group, held in self._state_pairs(entry):
                 group.landed(held, kv_len=kv_len, state_len=state_len, epoch=epoch)
-        if self._enabled and kv_len // self._page_size > entry.num_offered:
+        if num_full > entry.num_offered and self._enabled:
             self._owed.append(_Owed(entry, tokens, kv_len))
             if self._offers_at_once:
                 self.offer_written()
@@ -351,12 +356,9 @@ class CacheManager:
         return path[:length]
 
     def _commit(self, entry: _Entry, kv_len: int, epoch: int) -> None:
-        """Groups count whole pages: they hear of the others with the next that is full."""
         assert kv_len >= entry.committed, "KV that is written stays"
-        is_same_page = kv_len // self._page_size == entry.committed // self._page_size
-        if not is_same_page or kv_len > entry.reserved:
-            for group, holding in self._pairs(entry):
-                group.commit(holding, kv_len, epoch)
+        for group, holding in self._pairs(entry):
+            group.commit(holding, kv_len, epoch)
         entry.committed = kv_len
 
     def _offer(
