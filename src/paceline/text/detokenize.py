@@ -22,6 +22,10 @@ class IdDecoder(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token_ids."""
 
+    def piece(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
+        """What a token adds to any text that ends with a whole character; None where that depends
+        on the text, is not whole itself, or is nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
@@ -188,19 +192,29 @@ class _TextWindow:
         self._decode: Callable[[Sequence[int]], str] = partial(
             tokenizer.decode, skip_special_tokens=skip_special_tokens
         )
+        self._piece: Callable[[int], str | None] = partial(
+            tokenizer.piece, skip_special_tokens=skip_special_tokens
+        )
         self._tokens = self._context_of(prompt_ids)
         self._read = len(self._tokens)
-        self._shown = len(_whole_part(self._decode(self._tokens)))
+        text = self._decode(self._tokens)
+        self._shown = len(_whole_part(text))
+        self._is_whole = self._shown == len(text)  # nothing is held back
 
     def push(self, token: int) -> str:
         """The characters that `token` made stable."""
+        if self._is_whole and (piece := self._piece(token)) is not None:
+            self._tokens, self._read, self._shown = [token], 1, len(piece)
+            return piece
         tokens, shown = self._tokens, self._shown
         tokens.append(token)
         text = self._decode(tokens)
         if len(text) > shown and not text.endswith(_REPLACEMENT):
             del tokens[: self._read]
             self._read, self._shown = len(tokens), len(self._decode(tokens))
+            self._is_whole = True
             return text[shown:]
+        self._is_whole = False
         whole = _whole_part(text)
         released = whole[self._shown :]
         self._shown = max(self._shown, len(whole))
