@@ -40,8 +40,8 @@ def _threads() -> _Threads | None:
         return None
     library = ctypes.CDLL(module.__file__)  # finds names of what it is linked against, too
     names = (f"scipy_openblas_{verb}_num_threads64_" for verb in ("get", "set"))
-    found = [getattr(library, name, None) for name in names]
-    return None if None in found else _Threads(*found)
+    get, put = (getattr(library, name, None) for name in names)
+    return None if get is None or put is None else _Threads(get, put)
 
 
 def set_num_threads(num: int) -> None:
