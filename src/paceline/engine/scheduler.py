@@ -210,7 +210,10 @@ class Scheduler:
         return bool(missing)
 
     def _plan_prefills(self, plan: StepPlan) -> None:
-        for request in [r for r in self._roster.running if r.is_prefilling]:
+        running = self._roster.running
+        if len(plan.rows) == len(running):  # all decode, as in most steps
+            running = []
+        for request in [r for r in running if r.is_prefilling]:
             chunk = self._admissions.chunk(plan, request)
             if chunk > 0 and request.state is RequestState.RUNNING:
                 self._plan_row(plan, request, chunk, max(chunk, plan.draft.reach))
