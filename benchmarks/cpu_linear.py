@@ -2,9 +2,10 @@
 
     python benchmarks/cpu_linear.py --threads 1
 
-Times torch's `F.linear` and oneDNN's linear, with weights stored by rows and by columns, on the
-bundled model's four matrices per layer; the weights of all layers in turn, as a step reads them.
-Checks all against float64 first.  JSON last.
+Times torch's `F.linear` and oneDNN's linear, with weights stored by rows and by columns, and
+numpy's product of float32 with weights by columns, on the bundled model's four matrices per layer;
+the weights of all layers in turn, as a step reads them.  Checks all against float64 first.  JSON
+last.
 """
 
 import argparse
@@ -12,10 +13,12 @@ import json
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.kernels.openblas import set_num_threads
 from paceline.plan.machine import cpu_facts, versions
 
 SHAPES = ((320, 192), (192, 192), (1280, 192), (192, 640))  # [out, in] of the bundled model
@@ -25,6 +28,13 @@ NUM_LAYERS = 12
 def onednn(x: Tensor, weight: Tensor) -> Tensor:
     """oneDNN's linear as torch carries it."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+def numpys(x: Tensor, weight: Tensor) -> Tensor:
+    """numpy's product, which its BLAS computes."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    np.dot(x.numpy(), weight.t().numpy(), out=out.numpy())
+    return out
 
 
 def check(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> None:
@@ -52,9 +62,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    set_num_threads(args.threads)
     rows = []
-    heads = ("linear us", "by columns", "oneDNN us", "by columns")
+    heads = ("linear us", "by columns", "oneDNN us", "by columns", "numpy us")
     print(f"{'dtype':<16}{'tokens':>7}" + "".join(f"{head:>11}" for head in heads))
     for dtype in (torch.float32, torch.bfloat16):
         weights = [torch.randn(o, i).to(dtype) for _ in range(NUM_LAYERS) for o, i in SHAPES]
@@ -67,7 +77,12 @@ def main() -> None:
                     work = list(zip(inputs, stored, strict=True))
                     check(function, *work[0])
                     times.append(best_us(function, work, args.repeats))
-            names = ("linear_us", "linear_columns_us", "onednn_us", "onednn_columns_us")
+            names = ["linear_us", "linear_columns_us", "onednn_us", "onednn_columns_us"]
+            if dtype == torch.float32:
+                work = list(zip(inputs, by_columns, strict=True))
+                check(numpys, *work[0])
+                times.append(best_us(numpys, work, args.repeats))
+                names.append("numpy_columns_us")
             named = dict(zip(names, times, strict=True))
             rows.append({"dtype": str(dtype), "tokens": tokens, **named})
             print(f"{dtype!s:<16}{tokens:>7}" + "".join(f"{us:>11.1f}" for us in times))

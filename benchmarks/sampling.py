@@ -5,7 +5,8 @@
 
 Checks the tokens of every case against the definition first, then times replays of the cases'
 graphs in turns: CPU time of the process on a CPU.  --head 0 is the worst case: no token is likely.
-Prints the median of each and its ratio to greedy; JSON last.
+Prints the median of each, and of its difference and ratio to greedy's replay of the same turn; JSON
+last.
 """
 
 import argparse
@@ -154,8 +155,8 @@ def main() -> None:
         given = inputs(case, logits)
         check(name, given)
         if not timers:
-            greedy = dict(given, tier=SamplerTier.GREEDY, top_logprobs=0)
-            timers["greedy"] = timer(lambda given=greedy: sample(**given), device)
+            plain = dict(given, tier=SamplerTier.GREEDY, top_logprobs=0)
+            timers["greedy"] = timer(lambda given=plain: sample(**given), device)
         by_row = dict(given, tier=SamplerTier.BY_ROW, top_logprobs=0)
         timers[name] = timer(lambda given=by_row: sample(**given), device)
     times: dict[str, list[float]] = {name: [] for name in timers}
@@ -163,15 +164,17 @@ def main() -> None:
         for name, run in timers.items():
             times[name].append(run())
 
-    base = median(times["greedy"])
+    greedy = times["greedy"]
     rows = []
     made = f"spread {args.spread:g}, head {args.head:g}"
     print(f"{args.rows} rows x {args.vocab} {args.dtype}, {device}, {made}")
     print(f"{'case':<32}{'us':>10}{'over greedy':>13}{'ratio':>8}{'spread':>9}")
     for name, each in times.items():
         middle, spread = median(each), max(each) - min(each)
-        print(f"{name:<32}{middle:>10.1f}{middle - base:>13.1f}{middle / base:>8.3f}{spread:>9.1f}")
-        rows.append({"case": name, "us": middle, "ratio": middle / base, "spread_us": spread})
+        over = median(own - base for own, base in zip(each, greedy, strict=True))
+        ratio = median(own / base for own, base in zip(each, greedy, strict=True))
+        print(f"{name:<32}{middle:>10.1f}{over:>13.1f}{ratio:>8.3f}{spread:>9.1f}")
+        rows.append({"case": name, "us": middle, "ratio": ratio, "spread_us": spread})
     shape = {"rows": args.rows, "vocab": args.vocab, "dtype": args.dtype, "spread": args.spread}
     shape["head"] = args.head
     unit = "CPU time" if device.type == "cpu" else "time"

@@ -1,4 +1,4 @@
-"""What a cache holds, without touching it."""
+"""What a cache holds."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,7 @@ def cached_len(cache: CacheManager, tokens: Sequence[int], keys: PageKeys = NO_K
 
 def num_shared_pages(cache: CacheManager, request_id: str) -> int:
     """Pages this request and another one both hold."""
+    cache.offer_written()
     return sum(
         node is not None and node.locks[group.index] > 1
         for group, holding in cache._pairs(cache._entries[request_id])

@@ -19,6 +19,9 @@ class Ascii:
     def decode(self, token_ids, *, skip_special_tokens):
         return bytes(token_ids).decode(errors="replace")
 
+    def piece(self, token_id, *, skip_special_tokens):
+        return None
+
 
 def snapshot(text, drafted, *, finished=False, stop_reason=None):
     tokens = tuple(text.encode())

@@ -16,6 +16,9 @@ class AsciiTokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return "".join(map(chr, token_ids))
 
+    def piece(self, token_id: int, *, skip_special_tokens: bool) -> str:
+        return chr(token_id)
+
 
 def make(**params: object) -> tuple[Completion, Request]:
     wanted = SamplingParams(temperature=0.0, logprobs=0, **params)
@@ -74,6 +77,9 @@ class ByteTokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")
+
+    def piece(self, token_id: int, *, skip_special_tokens: bool) -> None:
+        """None is said to stand for itself."""
 
 
 def test_a_stop_string_that_the_end_completes_is_the_reason() -> None:

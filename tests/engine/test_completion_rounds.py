@@ -27,6 +27,9 @@ class AsciiTokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return "".join(map(chr, token_ids))
 
+    def piece(self, token_id: int, *, skip_special_tokens: bool) -> str:
+        return chr(token_id)
+
 
 def complete(
     sizes: list[int], finish: FinishReason | None, **params: object

@@ -230,3 +230,14 @@ def test_the_books_are_looked_at_only_under_the_sanitizer() -> None:
                 world.run()
         else:
             world.run()
+
+
+def test_a_first_token_leaves_before_its_prompt_is_put_into_the_prefix_tree() -> None:
+    world = World(16)
+    tracker = world.engine.add("long", [5] * 8, SamplingParams(temperature=0.0, seed=-1))
+    while not tracker.num_tokens:
+        world.engine.step()
+    tree = world.cache._tree
+    assert not list(tree.nodes())
+    world.engine.step()
+    assert sum(node.parent is not None for node in tree.nodes()) == 8 // PAGE_SIZE

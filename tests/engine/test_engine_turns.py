@@ -29,6 +29,9 @@ class Letters:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(65 + token) for token in token_ids)
 
+    def piece(self, token_id: int, *, skip_special_tokens: bool = True) -> str:
+        return chr(65 + token_id)
+
 
 class Launched(NamedTuple):
     step: Step

@@ -1,11 +1,16 @@
 """linear against float64, on both sides of the switch between library paths."""
 
+import math
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from paceline.kernels.linear import linear, linear_reference
 from paceline.kernels.linear_cpu import is_by_columns, linear_cpu
+from paceline.kernels.openblas import fits_openblas, openblas_linear, set_num_threads
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement, empty_matrix
 from paceline.runner.recording.recorded import RecordedGraph
@@ -49,6 +54,52 @@ def test_linear_equals_float64(
     assert out.dtype is dtype
     assert_within_roundings(out, x, weight, used)
     assert all(map(torch.equal, kept, (x, weight, bias)))  # nothing is mutated
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """A process that computes with one thread, and may change that."""
+    kept = torch.get_num_threads()
+    set_num_threads(1)
+    yield
+    set_num_threads(kept)
+
+
+NUMPYS = np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]
+OPENBLAS = pytest.mark.skipif(NUMPYS != "scipy-openblas", reason=f"numpy's BLAS is {NUMPYS}")
+
+
+@OPENBLAS
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_openblas_equals_float64_and_a_replay_equals_it(
+    tokens: int, has_bias: bool, threads: None
+) -> None:
+    x, weight, bias = operands(tokens, torch.float32, "columns")
+    used = bias if has_bias else None
+    out, graph = openblas_linear(x, weight, used), RecordedGraph(poison=True)
+    assert_within_roundings(out, x, weight, used)
+    replayed = torch.empty_like(out)
+    graph.capture(lambda: replayed.copy_(openblas_linear(x, weight, used)))
+    replayed.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(replayed, out)
+
+
+@OPENBLAS
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_openblas_has_small_products_of_one_thread_alone(
+    tokens: int, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.kernels.openblas._is_faster", lambda: True)
+    x, weight, _ = operands(tokens, torch.float32, "columns")
+    huge = torch.empty(1 << 11, 1 << 11).t()
+    assert fits_openblas(x, weight) == (tokens > 0)
+    assert fits_openblas(x, huge) == (tokens == 1)
+    assert not fits_openblas(x, weight.contiguous())
+    assert not fits_openblas(x.bfloat16(), weight.bfloat16())
+    set_num_threads(2)
+    assert not fits_openblas(x, weight)
 
 
 @pytest.mark.parametrize("block", [1, 100, 1 << 19])

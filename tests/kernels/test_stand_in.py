@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.core.gpus import INTERPRETER_SMS, MOST_SMS
-from paceline.kernels.greedy import greedy
+from paceline.kernels.draft_topk import draft_topk
 from paceline.kernels.stand_in import StandIn, device_type, multiprocessors
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -37,10 +37,12 @@ def test_an_operation_takes_the_path_of_the_device_it_stands_for(kind):
             seen.append(func._schema.name)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
+    logits, column = torch.empty(3, 50, device="meta"), torch.empty(3, device="meta")
+    law = {"temperature": column, "seeds": column.long(), "positions": column.long()}
     with Watch(kind, 132):
-        token_ids, finite = greedy(torch.empty(3, 50, device="meta"))
-    assert (token_ids.shape, finite.dtype) == ((3,), torch.bool)
-    assert ("paceline::greedy" in seen) == (kind == "cuda")
+        tokens, scores = draft_topk(logits, 2, d2t=None, noise=False, **law)
+    assert (tokens.shape, scores.dtype) == ((3, 2), torch.float32)
+    assert ("paceline::draft_topk" in seen) == (kind == "cuda")
 
 
 def test_what_writes_its_arguments_gives_them_back():

@@ -116,6 +116,10 @@ class _ByteTokens:
         data = b"".join(self.TOKENS[token] for token in token_ids)
         return data.decode("utf-8", errors="replace")
 
+    def piece(self, token_id, *, skip_special_tokens=True):
+        text = self.decode([token_id])
+        return text if text and "\ufffd" not in text else None
+
 
 byte_tokens = st.integers(0, len(_ByteTokens.TOKENS) - 1)
 
@@ -200,6 +204,9 @@ class _CountingDecoder:
     def decode(self, token_ids, *, skip_special_tokens=True):
         self.num_decoded += len(token_ids)
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def piece(self, token_id, *, skip_special_tokens=True):
+        return self.tokenizer.piece(token_id, skip_special_tokens=skip_special_tokens)
 
 
 @pytest.mark.parametrize("letter", [chr(0xFF), "a", SPECIAL])

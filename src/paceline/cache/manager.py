@@ -54,6 +54,14 @@ class _Entry:
     reserved: int = field(default=0)  # tokens every group has room for
 
 
+class _Owed(NamedTuple):
+    """Pages that a retired step has filled, and that are not in the prefix tree yet."""
+
+    entry: _Entry
+    tokens: Sequence[int]  # the request's
+    kv_len: int
+
+
 class CacheManager:
     """Owns the cache groups and the prefix tree."""
 
@@ -95,6 +103,9 @@ class CacheManager:
         self._groups = sorted(groups, key=lambda group: group.index)
         self.max_encoder_len = max((spec.encoder_len or 0 for spec in specs), default=0)
         self._windowed = any(spec.window is not None for spec in specs)
+        # What lies behind a window, or a state, may be given away before the next step is planned.
+        self._offers_at_once = self._windowed or bool(self._states)
+        self._owed: list[_Owed] = []  # in the order of `written`
         self._entries: dict[str, _Entry] = {}
         self._crowds = Crowds(self._page_size)
         self._retired = 0
@@ -221,7 +232,8 @@ class CacheManager:
         state_len: int = 0,
     ) -> None:
         """The retired step `epoch` completed the KV of the first `kv_len` of `tokens`; full pages
-        become shareable.  state_len: what its checkpoint slots stand for by the device; 0: unused.
+        become shareable, by `offer_written` at the latest.  tokens: read then, and may only grow
+        until then.  state_len: what its checkpoint slots stand for by the device; 0: unused.
         """
         entry = self._entries[request_id]
         if epoch > self._retired:
@@ -231,16 +243,34 @@ class CacheManager:
                 got=epoch,
                 remedy="call retire before written",
             )
-        self._commit(entry, kv_len, epoch)
+        num_full = kv_len // self._page_size
+        if num_full != entry.committed // self._page_size or kv_len > entry.reserved:
+            self._commit(entry, kv_len, epoch)
+        else:  # groups count whole pages: they hear of the others with the next that is full
+            assert kv_len >= entry.committed, "KV that is written stays"
+            entry.committed = kv_len
         if self._states:
             for group, held in self._state_pairs(entry):
                 group.landed(held, kv_len=kv_len, state_len=state_len, epoch=epoch)
-        if kv_len // self._page_size > entry.num_offered:
+        if num_full > entry.num_offered and self._enabled:
+            self._owed.append(_Owed(entry, tokens, kv_len))
+            if self._offers_at_once:
+                self.offer_written()
+
+    def offer_written(self) -> None:
+        """Put into the prefix tree what `written` told of.
+
+        For before the next step is planned: the pages of a long prompt take longer than all else
+        that its first token waits for on the host.  What depends on the tree calls this itself.
+        """
+        owed, self._owed = self._owed, []
+        for entry, tokens, kv_len in owed:
             self._offer(entry, tokens, self._num_shareable(tokens, kv_len), adopt=None)
 
     def stop_following(self, request_id: str, kv_len: int) -> None:
         """The drafter's groups lack the KV of this request behind `kv_len` tokens: what they hold
         there is not offered to the prefix tree."""
+        self.offer_written()
         for group, holding in self._pairs(self._entries[request_id]):
             if group.is_draft:
                 group.keep_private(holding, kv_len)
@@ -287,6 +317,7 @@ class CacheManager:
 
     def stats(self) -> CacheStats:
         """Totals and books."""
+        self.offer_written()
         return CacheStats(
             names=tuple(group.name for group in self._groups),
             groups=tuple(group.pool.counts() for group in self._groups),
@@ -297,10 +328,12 @@ class CacheManager:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless pools, tree and requests tell the same story."""
+        self.offer_written()
         held = [self._in_order(entry) for entry in self._entries.values()]
         check_books(self._tree, self._groups, held)
 
     def _leave(self, request_id: str) -> _Entry:
+        self.offer_written()
         entry = self._entries.pop(request_id)
         self._crowds.leave(entry.crowd)
         return entry
@@ -308,6 +341,7 @@ class CacheManager:
     def _hit(self, tokens: Sequence[int], keys: PageKeys, max_hit: int | None = None) -> list[Node]:
         if not self._enabled:
             return []
+        self.offer_written()
         limit = max(len(tokens) - 1, 0) // self._page_size
         if max_hit is not None:
             limit = min(limit, max_hit // self._page_size)
@@ -322,12 +356,9 @@ class CacheManager:
         return path[:length]
 
     def _commit(self, entry: _Entry, kv_len: int, epoch: int) -> None:
-        """Groups count whole pages: they hear of the others with the next that is full."""
         assert kv_len >= entry.committed, "KV that is written stays"
-        is_same_page = kv_len // self._page_size == entry.committed // self._page_size
-        if not is_same_page or kv_len > entry.reserved:
-            for group, holding in self._pairs(entry):
-                group.commit(holding, kv_len, epoch)
+        for group, holding in self._pairs(entry):
+            group.commit(holding, kv_len, epoch)
         entry.committed = kv_len
 
     def _offer(

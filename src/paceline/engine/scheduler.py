@@ -126,6 +126,7 @@ class Scheduler:
         request = self._roster.get(request_id)
         if request is None:
             return False
+        self._cache.offer_written()  # by tokens that are there
         del request.token_ids[request.prompt_len + keep_tokens :]
         self._finish(request, FinishReason.STOP)
         return True
@@ -136,6 +137,7 @@ class Scheduler:
 
     def schedule(self, epoch: int) -> Step | None:
         """The next step, or None when nothing can run before earlier outputs are processed."""
+        self._cache.offer_written()
         is_free = not self._roster.num_needy
         plan = StepPlan(self._config.max_batched_tokens, is_free=is_free)
         if self._config.is_mixed:
@@ -208,7 +210,10 @@ class Scheduler:
         return bool(missing)
 
     def _plan_prefills(self, plan: StepPlan) -> None:
-        for request in [r for r in self._roster.running if r.is_prefilling]:
+        running = self._roster.running
+        if len(plan.rows) == len(running):  # all decode, as in most steps
+            running = []
+        for request in [r for r in running if r.is_prefilling]:
             chunk = self._admissions.chunk(plan, request)
             if chunk > 0 and request.state is RequestState.RUNNING:
                 self._plan_row(plan, request, chunk, max(chunk, plan.draft.reach))

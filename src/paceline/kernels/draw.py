@@ -8,7 +8,6 @@ the answer: filters that are off, noise of tokens that are filtered out or canno
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from paceline.kernels.edit_logits import (
 )
 from paceline.kernels.gumbel import gumbel_at
 from paceline.kernels.keep_mask import keep_mask
-from paceline.kernels.mask_tokens import NO_MASK, Masks
+from paceline.kernels.mask_tokens import Masks, bind_rows_are_finite
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DRAWS = int(Asks.DRAW)
@@ -91,23 +90,18 @@ def _bind_draw(logits: Tensor, *fields: Tensor | None) -> Run:
     assert finite is not None
     host_at, host_laws = HostRows.over(at), tuple(map(host_array, laws))
     host_edits, is_finite = HostEdits.over(edits), host_array(finite)
-    sums = torch.empty(logits.shape[0])
-    host_sums, chosen = host_array(sums), host_array(token_ids)
+    note_finite = bind_rows_are_finite(mask_ids, finite)
+    chosen = host_array(token_ids)
     given = host_array(logits) if logits.dtype == torch.float32 else None
-    host_masks = None if mask_ids is None else host_array(mask_ids)
 
     def run() -> None:
         wide = logits.float()
+        note_finite(wide)
         values = host_array(wide) if given is None else given
-        # One pass: a NaN or an infinity stays one in the sum, which no real logits can overflow.
-        torch.sum(wide, -1, out=sums)
-        np.isfinite(host_sums, out=is_finite)
-        if host_masks is not None:
-            np.logical_or(is_finite, (host_masks != NO_MASK) & ~np.isnan(host_sums), out=is_finite)
         draws = host_edits.asks[host_at.rows] & _DRAWS != 0
         draws &= is_finite
         with edited(values, host_at, host_edits):
-            torch.argmax(wide, -1, out=token_ids)
+            values.argmax(-1, out=chosen)
             ns = draws.nonzero()[0]
             if len(ns) and wide.shape[1] <= _SMALL_VOCAB:
                 some = torch.from_numpy(ns)

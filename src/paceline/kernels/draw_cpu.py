@@ -30,7 +30,7 @@ from paceline.kernels.keep_mask import WEIGHT_SCALE
 Ids = NDArray[np.int64]
 
 _WORD = 2**64
-_BLOCK = 1 << 16  # tokens hashed at a time, so that two arrays stay in a core's cache
+_BLOCK = 1 << 15  # tokens hashed at a time, so that two arrays stay in a core's cache
 _FEW = 1024  # tokens that are scored at once
 _LUCKY = 128  # tokens whose noise is looked at first, about
 _GROUP = 64  # tokens whose maximum stands for them when the k-th best is looked for
@@ -43,6 +43,15 @@ _RELATIVE_SLACK = 1e-6  # of logits: above the rounding of a float32 difference
 _HIGHEST = np.finfo(np.float32).max
 _LOWEST_LOGIT = float(np.finfo(np.float32).min)
 _PROBES = 509  # every so many tokens, to guess how many are left
+
+
+def _word(value: int) -> NDArray[np.uint64]:
+    """A 64-bit number as numpy's loops take it at once: a scalar is looked at in each call."""
+    return np.array(value, np.uint64)
+
+
+_SHIFT_1, _SHIFT_2 = _word(30), _word(27)
+_FACTOR_1, _FACTOR_2 = _word(MIX_1), _word(MIX_2)
 
 
 class RowLaw(NamedTuple):
@@ -203,8 +212,8 @@ class _Row:
     def _lucky(self, ids: Ids | None, rarity: int) -> Ids:
         """The ids whose noise is among the highest 1 / 2**rarity; all others have less."""
         num = len(self._logits) if ids is None else len(ids)
-        room = np.empty((2, min(num, _BLOCK)), np.uint64)
-        highest = np.uint64(2 ** (64 - rarity) - 1)
+        room, is_lucky = np.empty((2, min(num, _BLOCK)), np.uint64), np.empty(_BLOCK, np.bool_)
+        highest = _word(2 ** (64 - rarity) - 1)
         found = []
         for start in range(0, num, _BLOCK):
             if ids is None:
@@ -213,7 +222,8 @@ class _Row:
                 steps, begin = _steps(ids[start : start + _BLOCK]), 0
             state = (self._stream + begin * GOLDEN_GAMMA) % _WORD
             high = _before_last_step(steps, state, *room[:, : len(steps)])
-            found.append(np.flatnonzero(high <= highest) + start)
+            lucky = np.less_equal(high, highest, out=is_lucky[: len(high)]).nonzero()[0]
+            found.append(lucky + start)
         lucky = np.concatenate(found)
         return lucky if ids is None else ids[lucky]
 
@@ -247,9 +257,9 @@ def _before_last_step(
     high noise has them low.  Overwrites and returns `bits`; overwrites `scratch`.
     """
     np.add(steps, np.uint64(state), out=bits)
-    np.right_shift(bits, np.uint64(30), out=scratch)
+    np.right_shift(bits, _SHIFT_1, out=scratch)
     np.bitwise_xor(bits, scratch, out=bits)
-    np.multiply(bits, np.uint64(MIX_1), out=bits)
-    np.right_shift(bits, np.uint64(27), out=scratch)
+    np.multiply(bits, _FACTOR_1, out=bits)
+    np.right_shift(bits, _SHIFT_2, out=scratch)
     np.bitwise_xor(bits, scratch, out=bits)
-    return np.multiply(bits, np.uint64(MIX_2), out=bits)
+    return np.multiply(bits, _FACTOR_2, out=bits)

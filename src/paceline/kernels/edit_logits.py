@@ -87,11 +87,11 @@ class HostRows(NamedTuple):
 
 
 class Undo(NamedTuple):
-    """Logits of one row, before an edit."""
+    """Logits before an edit."""
 
-    row: int  # of the logits
-    ids: NDArray[np.int64]
-    values: NDArray[np.float32]
+    rows: NDArray[np.int64] | int  # [ids], or of all; of the logits
+    ids: NDArray[np.int64]  # [ids]
+    values: NDArray[np.float32]  # [ids]
 
 
 @contextmanager
@@ -101,32 +101,55 @@ def edited(logits: NDArray[np.float32], at: HostRows, host: HostEdits) -> Iterat
     try:
         yield
     finally:
-        for row, ids, values in reversed(undo):
-            logits[row, ids] = values
+        for rows, ids, values in reversed(undo):
+            logits[rows, ids] = values
 
 
 def _edit_rows(logits: NDArray[np.float32], at: HostRows, host: HostEdits) -> list[Undo]:
     """Edit the rows that ask, in place; returns what to put back, last first."""
-    asks = host.asks[at.rows] & (_BIAS | _PENALISE | _MIN_TOKENS)
+    asks = host.asks[at.rows]
     undo: list[Undo] = []
-    for n in np.flatnonzero(asks).tolist():
-        row, values = at.rows[n], logits[n]
-        if asks[n] & _BIAS:
-            ids = host.bias_ids[row, : host.bias_count[row]]
-            is_token = (ids >= 0) & (ids < len(values))
-            ids, bias = ids[is_token], host.bias_values[row, : len(ids)][is_token]
-            undo.append(Undo(n, ids, values[ids]))
-            values[ids] += bias  # each id is there once
-        if asks[n] & _PENALISE:
-            ids, num_prompt = _history(at, n, host.prompt_len[row], vocab=len(values))
-            undo.append(Undo(n, ids, values[ids]))
-            values[ids] = _penalised(values, ids, ids[num_prompt:], host, row)
-        if asks[n] & _MIN_TOKENS and at.positions[n] < host.min_len[row]:
-            ids = host.stop_ids[row, : host.num_stop_ids[row]]
-            ids = ids[(ids >= 0) & (ids < len(values))]
-            undo.append(Undo(n, ids, values[ids]))
-            values[ids] = -np.inf
+    if not (asks & (_BIAS | _PENALISE | _MIN_TOKENS)).any():
+        return undo
+    biased = np.flatnonzero(asks & _BIAS)
+    if len(biased):
+        rows, ids, places = _listed(biased, at, host.bias_ids, host.bias_count, len(logits[0]))
+        values = logits[rows, ids]
+        undo.append(Undo(rows, ids, values))
+        bias = host.bias_values[at.rows[rows], places]
+        logits[rows, ids] = values + bias  # a row has each id once
+    for n in np.flatnonzero(asks & _PENALISE).tolist():
+        row, of_row = at.rows[n], logits[n]
+        ids, num_prompt = _history(at, n, host.prompt_len[row], vocab=len(of_row))
+        undo.append(Undo(n, ids, of_row[ids]))
+        of_row[ids] = _penalised(of_row, ids, ids[num_prompt:], host, row)
+    kept = np.flatnonzero((asks & _MIN_TOKENS != 0) & (at.positions < host.min_len[at.rows]))
+    if len(kept):
+        rows, ids, _ = _listed(kept, at, host.stop_ids, host.num_stop_ids, len(logits[0]))
+        undo.append(Undo(rows, ids, logits[rows, ids]))
+        logits[rows, ids] = -np.inf
     return undo
+
+
+def _listed(
+    ns: NDArray[np.int64],
+    at: HostRows,
+    ids: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    vocab: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """What a table lists for the rows `ns` of the logits, but for ids outside the vocabulary:
+    (row of the logits, id, place in its list), each [listed].
+
+    ids: [table rows, width]; counts: [table rows] the first so many count.
+    """
+    rows = at.rows[ns]
+    counts = counts[rows]
+    listed = ids[rows, : counts.max()]
+    is_token = np.arange(listed.shape[1]) < counts[:, None]
+    is_token &= (listed >= 0) & (listed < vocab)
+    which, places = is_token.nonzero()
+    return ns[which], listed[which, places], places
 
 
 def _history(

@@ -1,26 +1,41 @@
 """Greedy choice: the most likely token of each row, and whether all its logits are finite.
 
-The kernel reads the logits once, in the dtype the model left them in: one pass finds the best of
-each block of the vocabulary, so that a single row fills the chip, and a second the best block.
+The GPU's kernel reads the logits once, in the dtype the model left them in: one pass finds the best
+of each block of the vocabulary, so that a single row fills the chip, and a second the best block.
+On a CPU numpy's argmax is one pass of vector instructions; torch's looks at token after token.
 """
 
 import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject
-from paceline.kernels.custom_op import define_op
-from paceline.kernels.mask_tokens import Masks, rows_are_finite
-from paceline.kernels.stand_in import device_type
+from paceline.kernels.custom_op import Run, define_op, host_array
+from paceline.kernels.mask_tokens import Masks, bind_rows_are_finite, rows_are_finite
 
 BLOCK_VOCAB = 2048  # tokens of a program: 63 of them for a row of 128,000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def greedy_reference(logits: Tensor, masks: Masks | None = None) -> tuple[Tensor, Tensor]:
-    """The definition, and the CPU's path: (token_ids, finite) as `greedy`."""
+    """The definition: (token_ids, finite) as `greedy`."""
     logits = logits.float()
     finite = rows_are_finite(logits, masks)
     return logits.argmax(-1).masked_fill(~finite, 0), finite
+
+
+def _bind_greedy(logits: Tensor, mask_ids: Tensor | None, token_ids: Tensor, finite: Tensor) -> Run:
+    note_finite = bind_rows_are_finite(mask_ids, finite)
+    chosen, is_finite = host_array(token_ids), host_array(finite)
+    given = host_array(logits) if logits.dtype == torch.float32 else None
+
+    def run() -> None:
+        wide = logits.float()
+        note_finite(wide)
+        values = host_array(wide) if given is None else given
+        values.argmax(-1, out=chosen)
+        chosen[~is_finite] = 0
+
+    return run
 
 
 def _greedy_cuda(
@@ -40,7 +55,7 @@ def _scratch(logits: Tensor, *_: Tensor | None) -> tuple[int, ...]:
 
 _GREEDY = define_op(
     "greedy(Tensor logits, Tensor? mask_ids, Tensor(a!) token_ids, Tensor(b!) finite) -> ()",
-    cpu=None,
+    bind=_bind_greedy,
     cuda=_greedy_cuda,
     scratch=_scratch,
 )
@@ -51,9 +66,8 @@ def greedy(logits: Tensor, masks: Masks | None = None) -> tuple[Tensor, Tensor]:
 
     logits: [rows, vocab] float32, bfloat16 or float16, the last dimension contiguous.  A row that
     holds NaN or an infinity gets token 0 and finite False; masks: of logits behind `mask_tokens`,
-    where the -inf of a row that has one is none.  Mutates nothing.  On a CPU these are
-    torch's operators, which a recorded graph replays on fixed storages.  Graph-safe: the grid
-    depends on shapes only.  Raises KernelArgumentError.
+    where the -inf of a row that has one is none.  Mutates nothing.  Graph-safe: the grid depends on
+    shapes only.  Raises KernelArgumentError.
     """
     if logits.ndim != 2 or logits.dtype not in _DTYPES or logits.stride(1) != 1:
         reject(
@@ -62,8 +76,6 @@ def greedy(logits: Tensor, masks: Masks | None = None) -> tuple[Tensor, Tensor]:
             got=logits,
             remedy="pass what the language-model head returned",
         )
-    if device_type(logits.device) == "cpu":
-        return greedy_reference(logits, masks)
     num_rows = logits.shape[:1]
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)

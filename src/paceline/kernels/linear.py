@@ -3,8 +3,9 @@
 torch's own float32 product on a CPU goes to MKL, which leaves the AVX-512 of other makers'
 processors unused; oneDNN, which torch carries too, does not, and is best with the weight stored
 column by column.  For one or two tokens its set-up costs more than it gains, and without AVX-512 it
-gains nothing.  16-bit numbers on a CPU without
-instructions for them take kernels.linear_cpu.  `benchmarks/cpu_linear.py` measures all of this.
+gains nothing.  One thread alone has small products from kernels.openblas.  16-bit numbers on a CPU
+without instructions for them take kernels.linear_cpu.  `benchmarks/cpu_linear.py` measures all of
+this.
 
 On a GPU a few tokens take kernels.skinny_linear, more take cuBLAS.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.linear_cpu import is_emulated, linear_cpu
+from paceline.kernels.openblas import fits_openblas, openblas_linear
 from paceline.kernels.skinny_linear import fits_skinny, skinny_linear
 from paceline.kernels.stand_in import device_type
 
@@ -47,6 +49,8 @@ def linear(
         return skinny_linear(x, weight, bias, counters=counters)
     if device_type(x.device) == "cpu" and is_emulated(x.dtype):
         return linear_cpu(x, weight, bias)
+    if fits_openblas(x, weight):
+        return openblas_linear(x, weight, bias)
     takes_onednn = device_type(x.device) == "cpu" and x.dtype == torch.float32 and _onednn_gains()
     if takes_onednn and x.shape[0] >= _ONEDNN_TOKENS:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -13,8 +13,10 @@ Only rows with a mask are touched.  In these a number that is not finite becomes
 is: a mask hides no broken row, and the samplers take the -inf of such a row for what it is.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +60,24 @@ def rows_are_finite(logits: Tensor, masks: Masks | None) -> Tensor:
     if masks is None:
         return torch.isfinite(sums)
     return torch.isfinite(sums) | ((masks.ids != NO_MASK) & ~torch.isnan(sums))
+
+
+def bind_rows_are_finite(mask_ids: Tensor | None, finite: Tensor) -> Callable[[Tensor], None]:
+    """What writes `rows_are_finite` of logits [num_rows, vocab] float32 to `finite`, on a CPU.
+
+    mask_ids: [num_rows] int32, of masks; finite: [num_rows] bool.
+    """
+    sums = torch.empty(finite.shape)
+    host_sums, is_finite = host_array(sums), host_array(finite)
+    ids = None if mask_ids is None else host_array(mask_ids)
+
+    def note(logits: Tensor) -> None:
+        torch.sum(logits, -1, out=sums)
+        np.isfinite(host_sums, out=is_finite)
+        if ids is not None:
+            np.logical_or(is_finite, (ids != NO_MASK) & ~np.isnan(host_sums), out=is_finite)
+
+    return note
 
 
 def _bind_mask_tokens(logits: Tensor, ids: Tensor, words: Tensor) -> Run:

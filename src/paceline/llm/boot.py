@@ -27,6 +27,7 @@ from paceline.engine.request import HostNeed
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.kernels.all_reduce import Exchange
+from paceline.kernels.openblas import set_num_threads
 from paceline.llm.draft_self_test import check_drafter
 from paceline.llm.prepare import Prepared
 from paceline.llm.stored_weights import StoredWeights
@@ -274,7 +275,7 @@ def load_runner(
     loaded; None: there are none.  Raises ConfigError, ModelError."""
     device, notify, threads = prepared.torch_device, prepared.events, prepared.options.threads
     if threads is not None:
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
     if prepared.speculation is not None and prepared.speculation.caution is not None:
         notify(prepared.speculation.caution)
     backend = load_backend(prepared.attention.name)

@@ -5,8 +5,9 @@ a token's neighbours see them, and holds back what the next token may still chan
 `StopMatcher` holds back what may be the beginning of a stop string.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 _CONTEXT_TOKENS = 6  # of the prompt: enough for decoders that treat a leading space specially
@@ -20,6 +21,10 @@ class IdDecoder(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token_ids."""
+
+    def piece(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
+        """What a token adds to any text that ends with a whole character; None where that depends
+        on the text, is not whole itself, or is nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class Detokenizer:
     ) -> None:
         self._window = _TextWindow(tokenizer, prompt_ids, skip_special_tokens)
         self._matcher = StopMatcher(stop, include_stop)
+        self._has_stops = bool(stop)
         self._min_tokens = min_tokens
         self._released: list[str] = []
         self._num_taken = 0  # pieces of it
@@ -87,7 +93,8 @@ class Detokenizer:
             if self._stop is not None:
                 break
             self._num_tokens += 1
-            text += self._match(self._window.push(token))
+            stable = self._window.push(token)
+            text += self._match(stable) if self._has_stops else stable
         return self._release(text)
 
     def flush(self) -> Released:
@@ -181,20 +188,33 @@ class _TextWindow:
     def __init__(
         self, tokenizer: IdDecoder, prompt_ids: Sequence[int], skip_special_tokens: bool
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        # Called for every token of every request: a method of ours around it would cost as much.
+        self._decode: Callable[[Sequence[int]], str] = partial(
+            tokenizer.decode, skip_special_tokens=skip_special_tokens
+        )
+        self._piece: Callable[[int], str | None] = partial(
+            tokenizer.piece, skip_special_tokens=skip_special_tokens
+        )
         self._tokens = self._context_of(prompt_ids)
         self._read = len(self._tokens)
-        self._shown = len(_whole_part(self._decode(self._tokens)))
+        text = self._decode(self._tokens)
+        self._shown = len(_whole_part(text))
+        self._is_whole = self._shown == len(text)  # nothing is held back
 
     def push(self, token: int) -> str:
         """The characters that `token` made stable."""
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if len(text) > self._shown and not text.endswith(_REPLACEMENT):
-            released = text[self._shown :]
-            self._move()
-            return released
+        if self._is_whole and (piece := self._piece(token)) is not None:
+            self._tokens, self._read, self._shown = [token], 1, len(piece)
+            return piece
+        tokens, shown = self._tokens, self._shown
+        tokens.append(token)
+        text = self._decode(tokens)
+        if len(text) > shown and not text.endswith(_REPLACEMENT):
+            del tokens[: self._read]
+            self._read, self._shown = len(tokens), len(self._decode(tokens))
+            self._is_whole = True
+            return text[shown:]
+        self._is_whole = False
         whole = _whole_part(text)
         released = whole[self._shown :]
         self._shown = max(self._shown, len(whole))
@@ -209,9 +229,6 @@ class _TextWindow:
         self._shown = max(self._shown, len(text))
         return released
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
-
     def _context_of(self, prompt_ids: Sequence[int]) -> list[int]:
         """The prompt's last few tokens, from where a character begins: a byte-fallback decoder
         gives up a whole run of bytes that begins inside one."""
@@ -221,11 +238,6 @@ class _TextWindow:
             if not self._decode(tokens).startswith(_REPLACEMENT):
                 return tokens
         return list(prompt_ids[nearest:])
-
-    def _move(self) -> None:
-        del self._tokens[: self._read]
-        self._read = len(self._tokens)
-        self._shown = len(self._decode(self._tokens))
 
     def _cut(self, text: str) -> str:
         """Release text that stays broken up to a token boundary inside no character.

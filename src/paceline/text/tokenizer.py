@@ -40,6 +40,9 @@ class Tokenizer:
         }
         self._add_bos: bool | None = config.get("add_bos_token")
         self._decode_one = lru_cache(_MOST_KEPT)(self._decode_alone)
+        self._piece = lru_cache(_MOST_KEPT)(self._find_piece)
+        # Its texts are the tokens' bytes, one behind the other; others look at neighbours.
+        self._joins_bytes = isinstance(core.decoder, tokenizers.decoders.ByteLevel)
         # Decoders treat the first token of a text specially, so none is decoded alone.
         self._before = list(core.encode("a", add_special_tokens=False).ids)
         self._text_before = self.decode(self._before, skip_special_tokens=False)
@@ -184,6 +187,17 @@ class Tokenizer:
 
     def _decode_alone(self, token_id: int, skip_special_tokens: bool) -> str:
         return self._core.decode([token_id], skip_special_tokens=skip_special_tokens)
+
+    def piece(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
+        """What a token adds to any text that ends with a whole character; None where that depends
+        on the text, is not whole itself, or is nothing."""
+        return self._piece(token_id, skip_special_tokens)
+
+    def _find_piece(self, token_id: int, skip_special_tokens: bool) -> str | None:
+        if not self._joins_bytes:
+            return None
+        text = self._decode_one(token_id, skip_special_tokens)
+        return text if text and _REPLACEMENT not in text else None
 
     def added_text(self, *token_ids: int) -> str:
         """What tokens add to a text, special ones too; empty when that is no whole characters."""
