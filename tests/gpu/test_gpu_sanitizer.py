@@ -77,7 +77,11 @@ ON_A_GPU = pytest.mark.parametrize("runner", [RunnerKind.EAGER, RunnerKind.CUDA_
 
 
 @ON_A_GPU
-@pytest.mark.parametrize("case", state_cases(), ids=lambda case: f"{case.mode.value}/{case.name}")
+@pytest.mark.parametrize(
+    "case",
+    [case for case in state_cases() if case.method == "sum"],  # what the example backend serves
+    ids=lambda case: f"{case.mode.value}/{case.name}",
+)
 def test_states_equal_the_oracle(case: Case, runner: RunnerKind) -> None:
     result = run_cell(case, state_contender("example_state_backend:SumBackend"), runner, CUDA)
     assert result.status is Status.PROVEN, result.reason
