@@ -11,7 +11,7 @@ reads its streams and looks at little.  Rounds take turns, one side at a time, a
 turns too.  Prompts differ from round to round, so that no prefix is found.  The rate of the decode
 counts from a stream's first token to its last, in the mean of the streams; the wave's from the
 first token of all to the last of all, and so what it took until all streams were there.  The first
-token is timed twice: of all streams at once, the median, and of one request alone.  Where the
+token is timed twice: of all streams at once, the median, and of requests one by one.  Where the
 system tells the time of threads, the CPU time of the engine's is compared, too, which other work on
 the machine disturbs least.  The last line is one JSON document.
 """
@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 OURS = str(Path(__file__).parent.parent / "src")
 SHAPES = Path(OURS, "paceline", "models", "shapes")
 PROMPT_TOKENS = 16
+ALONE = 7  # requests without company, one behind the other, each turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Result:
     tok_s: float  # of the decode, streams in their mean
     wave_tok_s: float  # from the first token of all to the last
     first_s: float  # to the first token, the median of the streams
-    alone_s: float  # to the first token of one request, which has no company
+    alone_s: float  # to the first token of a request that has no company, the median of ALONE
     cpu_s: (
         float | None
     )  # of the engine's thread, beside its streams; None: the system does not tell
@@ -108,7 +109,8 @@ def direct(options: argparse.Namespace) -> None:
     with LLM(**options.options, max_num_seqs=options.streams) as llm:
         print("ready", flush=True)
         for line in sys.stdin:
-            *prompts, alone = prompts_of(int(line), options.streams + 1)
+            every = prompts_of(int(line), options.streams + ALONE)
+            prompts, alone = every[: options.streams], every[options.streams :]
             cpu_began = cpu_s(os.getpid())
             outputs = llm.generate(prompts, params, use_tqdm=False)
             cpu = spent(cpu_began, cpu_s(os.getpid()))
@@ -116,13 +118,16 @@ def direct(options: argparse.Namespace) -> None:
             first = min(each.ttft_s for each in metrics)
             wave_s = max(each.latency_s for each in metrics) - first
             decodes = [each.latency_s - each.ttft_s for each in metrics]
-            began = time.perf_counter()
-            llm.generate([alone], once, use_tqdm=False)
+            waits = []
+            for each in alone:
+                began = time.perf_counter()
+                llm.generate([each], once, use_tqdm=False)
+                waits.append(time.perf_counter() - began)
             found = {
                 "tok_s": options.streams * (options.tokens - 1) / statistics.fmean(decodes),
                 "wave_tok_s": options.streams * (options.tokens - 1) / wave_s,
                 "first_s": statistics.median(each.ttft_s for each in metrics),
-                "alone_s": time.perf_counter() - began,
+                "alone_s": statistics.median(waits),
                 "cpu_s": cpu,
             }
             print(json.dumps(found), flush=True)
@@ -151,18 +156,19 @@ class Served:
         raise RuntimeError("the server did not start")
 
     def run(self, turn: int) -> Result:
-        *prompts, alone = prompts_of(turn, self._streams + 1)
+        every = prompts_of(turn, self._streams + ALONE)
+        prompts, alone = every[: self._streams], every[self._streams :]
         cpu_began = cpu_s(self._engine)
         streams = self._stream(prompts, self._tokens)
         cpu = spent(cpu_began, cpu_s(self._engine))
-        [(alone_s, _)] = self._stream([alone], 1)
+        waits = [self._stream([each], 1)[0][0] for each in alone]
         wave_s = max(last for _, last in streams) - min(first for first, _ in streams)
         decoded = self._streams * (self._tokens - 1)
         return Result(
             tok_s=decoded / statistics.fmean(last - first for first, last in streams),
             wave_tok_s=decoded / wave_s,
             first_s=statistics.median(first for first, _ in streams),
-            alone_s=alone_s,
+            alone_s=statistics.median(waits),
             cpu_s=cpu,
         )
 
