@@ -87,6 +87,17 @@ def test_openblas_equals_float64_and_a_replay_equals_it(
 
 
 @OPENBLAS
+def test_openblas_heeds_no_error_state_of_the_caller(threads: None) -> None:
+    x, weight = torch.full((1, 8), 1e-30), torch.full((8, 8), 1e-15).t()
+    weight[0, 0] = math.inf
+    x[0, 0] = 0.0
+    with np.errstate(all="raise"):
+        out = openblas_linear(x, weight, torch.zeros(8))
+    assert out[0, 0].isnan()
+    assert 0 < out[0, 1] < torch.finfo(torch.float32).tiny
+
+
+@OPENBLAS
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_openblas_has_small_products_of_one_thread_alone(
     tokens: int, threads: None, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +108,7 @@ def test_openblas_has_small_products_of_one_thread_alone(
     assert fits_openblas(x, weight) == (tokens > 0)
     assert fits_openblas(x, huge) == (tokens == 1)
     assert not fits_openblas(x, weight.contiguous())
+    assert not fits_openblas(x[None], weight)
     assert not fits_openblas(x.bfloat16(), weight.bfloat16())
     set_num_threads(2)
     assert not fits_openblas(x, weight)

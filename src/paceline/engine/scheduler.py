@@ -152,7 +152,8 @@ class Scheduler:
             self._require_progress()
             return None
         if not self._config.whole_prompts:
-            plan.end_on_size(self._config.padded_tokens, is_last=not self._roster.waiting)
+            is_last = not (self._roster.waiting or self._roster.num_draining)
+            plan.end_on_size(self._config.padded_tokens, is_last=is_last)
         if self._cache.has_states:
             self._plan_slots(plan, epoch)
         rows = plan.rows.values()

@@ -45,16 +45,18 @@ def _threads() -> _Threads | None:
 
 
 def set_num_threads(num: int) -> None:
-    """Let torch, and the BLAS of numpy where it is OpenBLAS, compute with `num` threads: of the
-    whole process."""
+    """Let torch compute with `num` threads, and the BLAS of numpy, where it is OpenBLAS, with no
+    more: of the whole process."""
     torch.set_num_threads(num)
     if (threads := _threads()) is not None:
-        threads.set(num)
+        threads.set(min(num, threads.get()))
 
 
 def fits_openblas(x: Tensor, weight: Tensor) -> bool:
     """Whether `openblas_linear` is the fastest for x [tokens, in] and weight [out, in]."""
     if device_type(x.device) != "cpu" or x.dtype != torch.float32 or not is_by_columns(weight):
+        return False
+    if x.ndim != 2:
         return False
     tokens, size = x.shape[0], weight.numel()
     if tokens > 1 and tokens * size > (_TWO_ROWS if tokens == 2 else _FEW_ROWS):
@@ -78,9 +80,10 @@ def _bind_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     added = None if bias is None else host_array(bias)
 
     def run() -> None:
-        np.dot(rows, columns, out=product)
-        if added is not None:
-            np.add(product, added, out=product)
+        with np.errstate(all="ignore"):  # NaN and infinity are the request's, and are told of it
+            np.dot(rows, columns, out=product)
+            if added is not None:
+                np.add(product, added, out=product)
 
     return run
 
