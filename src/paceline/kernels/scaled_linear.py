@@ -33,6 +33,7 @@ _MOST_COLUMNS = 32768  # a row is held in registers
 _UNIT = 16  # of rows of a weight, as the library multiplies them
 _TOKENS_UNIT = 4  # of rows of x with scales of groups, likewise
 _FIRST_CAPABILITY = (9, 0)  # and the only one of which the library takes scales of groups
+_FIRST_CUDA = (12, 9)  # of a torch that takes them
 
 
 def scaled_linear_reference(
@@ -77,7 +78,11 @@ def _multiplies_codes(device: torch.device, group: int | None) -> bool:
     found = capability(device)
     if found is None:
         return False
-    return found >= _FIRST_CAPABILITY if group is None else found == _FIRST_CAPABILITY
+    if group is None:
+        return found >= _FIRST_CAPABILITY
+    build = torch.version.cuda  # None: a GPU is planned for where none is
+    is_new = build is None or tuple(map(int, build.split("."))) >= _FIRST_CUDA
+    return found == _FIRST_CAPABILITY and is_new
 
 
 def scaled_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, packing: Packing) -> Tensor:
@@ -88,6 +93,7 @@ def scaled_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, packing:
     or None.  Returns a new [tokens, rows] tensor of x's dtype.  Mutates nothing; recordable.
     Raises KernelArgumentError.
     """
+    _require_rows(x)
     rows, (tokens, columns) = weight.words.shape[0], x.shape
     unit = max(_UNIT, packing.shared_rows)
     if not packing.can_round_inputs or rows % unit:
@@ -130,13 +136,7 @@ def round_rows(x: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
     all.  Columns behind the last are 0; of groups, rows are a multiple of 4, and those behind the
     tokens hold what nobody wrote.  Mutates nothing.  Graph-safe.  Raises KernelArgumentError.
     """
-    if x.dim() != 2 or x.dtype != torch.bfloat16 or x.shape[1] > _MOST_COLUMNS or x.stride(1) != 1:
-        reject(
-            "x",
-            expected=f"bfloat16 [tokens, columns], contiguous rows of at most {_MOST_COLUMNS}",
-            got=x,
-            remedy="use kernels.unpack_weight and kernels.linear",
-        )
+    _require_rows(x)
     rows, columns = x.shape
     chunks = -(-columns // CHUNK)
     if group is not None:
@@ -146,6 +146,16 @@ def round_rows(x: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
     scale = torch.empty((groups, rows), dtype=torch.float32, device=x.device)
     _ROUND_ROWS(x, group, codes.view(torch.uint8), scale)
     return codes, scale.view(rows, 1) if group is None else scale.t()
+
+
+def _require_rows(x: Tensor) -> None:
+    if x.dim() != 2 or x.dtype != torch.bfloat16 or x.shape[1] > _MOST_COLUMNS or x.stride(1) != 1:
+        reject(
+            "x",
+            expected=f"bfloat16 [tokens, columns], contiguous rows of at most {_MOST_COLUMNS}",
+            got=x,
+            remedy="use kernels.unpack_weight and kernels.linear",
+        )
 
 
 def _round_cpu(x: Tensor, group: int | None, codes: Tensor, scale: Tensor) -> None:

@@ -7,6 +7,7 @@ Both halves of a word are subtracted from at once, in the place where the matrix
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
 from paceline.kernels.packed_weight import CHUNK
 
@@ -108,12 +109,21 @@ def _pair(
     else:
         # Of `and` and `or` with two constants compilers make two instructions.
         MASK: tl.constexpr = "0x000F000F, " if KIND == "int4" else "0x00FF00FF, "
-        OPERATION: tl.constexpr = (
-            "0x43004300, 0xEA; sub.rn.bf16x2" if IS_BF16 else "0x64006400, 0xEA; sub.rn.f16x2"
-        )
+        MAGICS: tl.constexpr = "0x43004300, 0xEA; " if IS_BF16 else "0x64006400, 0xEA; "
+        if not IS_BF16:
+            LESSENED: tl.constexpr = "sub.rn.f16x2 r, r, $3; "
+        elif target_info.cuda_capability_geq(9, 0):
+            LESSENED: tl.constexpr = "sub.rn.bf16x2 r, r, $3; "
+        else:  # 1 r + -less, rounded once as well
+            LESSENED: tl.constexpr = (
+                "mov.b32 m, 0x3F803F80; neg.bf16x2 n, $3; fma.rn.bf16x2 r, r, m, n; "
+            )
         low, high = tl.inline_asm_elementwise(
-            "{ .reg .b32 r; lop3.b32 r, $2, " + MASK + OPERATION + " r, r, $3; "
-            "mov.b32 {$0, $1}, r; }",
+            "{ .reg .b32 r, m, n; lop3.b32 r, $2, "
+            + MASK
+            + MAGICS
+            + LESSENED
+            + "mov.b32 {$0, $1}, r; }",
             "=h,=h,r,r",
             [words >> BITS * J, tl.broadcast_to(less, words.shape)],
             dtype=(tl.int16, tl.int16),
@@ -147,17 +157,20 @@ def _fp8_pair(
             if IS_BF16
             else "shr.b32 r, $2, 1; and.b32 r, r, 0x3F803F80; "
         )
-        MENDED: tl.constexpr = (
-            "mov.b32 m, 0x7B807B80; mul.rn.bf16x2"
-            if IS_BF16
-            else "mov.b32 m, 0x5C005C00; mul.rn.f16x2"
-        )
+        if not IS_BF16:
+            MENDED: tl.constexpr = "mov.b32 m, 0x5C005C00; mul.rn.f16x2 r, r, m; "
+        elif target_info.cuda_capability_geq(9, 0):
+            MENDED: tl.constexpr = "mov.b32 m, 0x7B807B80; mul.rn.bf16x2 r, r, m; "
+        else:  # and -0, which keeps the sign of a 0
+            MENDED: tl.constexpr = (
+                "mov.b32 m, 0x7B807B80; mov.b32 n, 0x80008000; fma.rn.bf16x2 r, r, m, n; "
+            )
         low, high = tl.inline_asm_elementwise(
-            "{ .reg .b32 r, m; "
+            "{ .reg .b32 r, m, n; "
             + PLACED
             + "lop3.b32 r, $2, 0x80008000, r, 0xEA; "
             + MENDED
-            + " r, r, m; mov.b32 {$0, $1}, r; }",
+            + "mov.b32 {$0, $1}, r; }",
             "=h,=h,r",
             [moved],
             dtype=(tl.int16, tl.int16),
