@@ -286,10 +286,7 @@ def _packed_few_kernel(
         acc = tl.sum(acc, axis=0)
     is_last = True
     if SPLITS > 1:
-        tiles = tl.num_programs(0)
-        acc, is_last = meet(
-            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, FEATURES, TOKENS
-        )
+        acc, is_last = meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, FEATURES, TOKENS)
     if is_last:
         if IS_GATED:
             by_part = tl.reshape(acc, (2, FEATURES // 2, TOKENS))
@@ -426,10 +423,7 @@ def _packed_more_kernel(
     let_next_start(OVERLAPPED)
     is_last = True
     if SPLITS > 1:
-        tiles = tl.num_programs(0)
-        acc, is_last = meet(
-            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, ROWS, TOKENS
-        )
+        acc, is_last = meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, ROWS, TOKENS)
     if is_last:
         _write(acc, acc_up, bias_ptr, out_ptr, features, tokens, out_features, ACTIVATION, TOKENS)
 

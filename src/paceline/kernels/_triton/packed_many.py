@@ -98,10 +98,7 @@ def _packed_many_kernel(
     let_next_start(OVERLAPPED)
     is_last = True
     if SPLITS > 1:
-        tiles = tl.num_programs(0)
-        acc, is_last = meet(
-            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, ROWS, TOKENS
-        )
+        acc, is_last = meet(acc, partial_ptr, counters_ptr, tile, split, SPLITS, ROWS, TOKENS)
     if is_last:
         if not IS_GROUPED:
             acc *= scale.to(tl.float32)[:, None]

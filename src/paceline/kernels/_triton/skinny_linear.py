@@ -90,8 +90,7 @@ def meet(
     acc,  # [FEATURES, TOKENS] float32
     partial_ptr,  # [SPLITS, tiles, FEATURES, TOKENS] float32
     counters_ptr,  # [tiles] int32, all 0
-    tile,
-    tiles,
+    tile,  # of as many as the grid has in its first dimension
     split,
     SPLITS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -99,6 +98,7 @@ def meet(
 ):
     """(the sum of all splits in order, whether this program is the last to arrive, which has
     it)."""
+    tiles = tl.num_programs(0)
     place = tl.arange(0, FEATURES)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     part_size: tl.constexpr = FEATURES * TOKENS
     tl.store(partial_ptr + (split * tiles + tile) * part_size + place, acc)
@@ -162,9 +162,8 @@ def _few_tokens_kernel(
 
     is_last = True
     if SPLITS > 1:
-        tiles = tl.num_programs(0)
         acc, is_last = meet(
-            acc, partial_ptr, counters_ptr, tile, tiles, split, SPLITS, BLOCK_FEATURES, BLOCK_TOKENS
+            acc, partial_ptr, counters_ptr, tile, split, SPLITS, BLOCK_FEATURES, BLOCK_TOKENS
         )
     if is_last:
         live = live_rows & (token < tokens)[None, :]
