@@ -93,33 +93,27 @@ class PackedLinear(LinearFormat[PackedMatrix]):
         return weight.words, weight.scale
 
     def apply(self, x: Tensor, weight: PackedMatrix) -> Tensor:
-        if self._is_rounded(x, weight) or not fits_packed(x, self.packing):
-            return self._many_rows(x, weight)
-        return self._packed(x, weight, None)
+        return self._product(x, weight, None)
 
     def apply_gated(self, x: Tensor, weight: PackedMatrix, activation: str) -> Tensor:
-        if self._is_rounded(x, weight) or not fits_packed(x, self.packing):
-            return act_and_mul(self._many_rows(x, weight), activation)
-        return self._packed(x, weight, activation)
+        return self._product(x, weight, activation)
 
-    def _packed(self, x: Tensor, weight: PackedMatrix, activation: str | None) -> Tensor:
-        return packed_linear(
-            x,
-            weight.packed,
-            weight.bias,
-            self.packing,
-            activation=activation,
-            counters=weight.counters,
-        )
-
-    def _is_rounded(self, x: Tensor, weight: PackedMatrix) -> bool:
-        return weight.has_whole_blocks and fits_scaled(x, weight.packed, self.packing)
-
-    def _many_rows(self, x: Tensor, weight: PackedMatrix) -> Tensor:
-        if self._is_rounded(x, weight):
-            return scaled_linear(x, weight.packed, weight.bias, self.packing)
-        numbers = unpack_weight(weight.packed, self.packing, x.shape[1], x.dtype)
-        return linear(x, numbers, weight.bias)
+    def _product(self, x: Tensor, weight: PackedMatrix, activation: str | None) -> Tensor:
+        if weight.has_whole_blocks and fits_scaled(x, weight.packed, self.packing):
+            product = scaled_linear(x, weight.packed, weight.bias, self.packing)
+        elif fits_packed(x, self.packing):
+            return packed_linear(
+                x,
+                weight.packed,
+                weight.bias,
+                self.packing,
+                activation=activation,
+                counters=weight.counters,
+            )
+        else:
+            numbers = unpack_weight(weight.packed, self.packing, x.shape[1], x.dtype)
+            product = linear(x, numbers, weight.bias)
+        return product if activation is None else act_and_mul(product, activation)
 
 
 def empty_packed(
