@@ -102,7 +102,7 @@ def test_openblas_heeds_no_error_state_of_the_caller(threads: None) -> None:
 def test_openblas_has_small_products_of_one_thread_alone(
     tokens: int, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.kernels.openblas._is_faster", lambda: True)
+    monkeypatch.setattr("paceline.kernels.openblas.has_avx512", lambda: True)
     x, weight, _ = operands(tokens, torch.float32, "columns")
     huge = torch.empty(1 << 11, 1 << 11).t()
     assert fits_openblas(x, weight) == (tokens > 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.linear_cpu import is_emulated, linear_cpu
-from paceline.kernels.openblas import fits_openblas, openblas_linear
+from paceline.kernels.openblas import fits_openblas, has_avx512, openblas_linear
 from paceline.kernels.skinny_linear import fits_skinny, skinny_linear
 from paceline.kernels.stand_in import device_type
 
@@ -27,8 +27,7 @@ _ONEDNN_TOKENS = 3  # from here on oneDNN is faster
 
 @cache
 def _onednn_gains() -> bool:
-    is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return is_wide and torch.backends.mkldnn.is_available()
+    return has_avx512() and torch.backends.mkldnn.is_available()
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -61,11 +61,12 @@ def fits_openblas(x: Tensor, weight: Tensor) -> bool:
     tokens, size = x.shape[0], weight.numel()
     if tokens > 1 and tokens * size > (_TWO_ROWS if tokens == 2 else _FEW_ROWS):
         return False
-    return tokens > 0 and _is_faster() and torch.get_num_threads() == 1 == _num_threads()
+    return tokens > 0 and has_avx512() and torch.get_num_threads() == 1 == _num_threads()
 
 
 @cache
-def _is_faster() -> bool:
+def has_avx512() -> bool:
+    """Whether torch uses such instructions on this CPU."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
