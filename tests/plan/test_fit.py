@@ -19,6 +19,7 @@ from paceline.plan.memory.budget_table import budget_lines, compare, table
 from paceline.plan.memory.fit import require_fit
 from paceline.plan.memory.footprint import request_pages, standing_pages
 from paceline.plan.resolve import resolve
+from paceline.runner.sanitizer.dead_slots import held_bytes
 
 DRAFTING = {
     "speculative_draft_model_path",
@@ -202,6 +203,13 @@ def test_the_largest_gpus_give_kv_the_bulk():
 def test_graphs_cost_nothing_when_they_are_off():
     _, fit = plan(enforce_eager=True)
     assert fit.graphs_bytes == 0
+
+
+def test_a_sanitizer_has_room_for_what_it_copies_and_poisons():
+    plain, sanitized = plan("llama-3.2-1b")[1], plan("llama-3.2-1b", sanitize=True)[1]
+    copied = 2 * plain.workspace_bytes + held_bytes(1)
+    assert sanitized.workspace_bytes - plain.workspace_bytes == copied
+    assert plain.kv_room_bytes - sanitized.kv_room_bytes == copied
 
 
 def test_prefill_graphs_leave_an_8b_model_its_context_on_a_small_gpu():

@@ -37,6 +37,7 @@ from paceline.plan.memory.rehearsal import (
 )
 from paceline.plan.speculation import Speculation, all_groups
 from paceline.runner.recording.graphs import RESERVE_FACTOR
+from paceline.runner.sanitizer.dead_slots import held_bytes
 
 CUDA_CONTEXT_BYTES = 640 << 20  # allowance: CUDA context, cuBLAS handles and workspaces
 GRAPH_NODE_BYTES = 1 << 20  # allowance: nodes of an instantiated graph, per layer that it runs
@@ -88,10 +89,13 @@ class Demands:
         if asked not in self._known:
             self._known[asked] = (self._begun.pop(asked, None) or self._rehearsal(asked)).demand()
         found = self._known[asked]
-        if not options.logits_processors:
-            return found
-        columns = (known(options.max_num_seqs) + 1) * PLUG_IN_ROW_BYTES
-        return replace(found, workspace=found.workspace + columns)
+        workspace = found.workspace
+        if options.sanitize:  # what stands is copied before a step and behind it
+            groups = len(all_groups(self.rank_config, options, self.speculation))
+            workspace += 2 * found.workspace + held_bytes(groups)
+        if options.logits_processors:
+            workspace += (known(options.max_num_seqs) + 1) * PLUG_IN_ROW_BYTES
+        return replace(found, workspace=workspace)
 
     def graphs(self, options: EngineOptions, length: int) -> int:
         """The bytes of graphs that `of` counts, without a step of another kind."""
