@@ -34,6 +34,8 @@ _UNIT = 16  # of rows of a weight, as the library multiplies them
 _TOKENS_UNIT = 4  # of rows of x with scales of groups, likewise
 _FIRST_CAPABILITY = (9, 0)  # and the only one of which the library takes scales of groups
 _FIRST_CUDA = (12, 9)  # of a torch that takes them
+_GROUPS_UNIT = 4  # of groups: torch 2.11 refuses others where their scales are aligned, and reads
+# beside them where they are not
 
 
 def scaled_linear_reference(
@@ -68,9 +70,15 @@ def fits_scaled(x: Tensor, weight: PackedWeight, packing: Packing) -> bool:
         and x.dtype == torch.bfloat16
         and x.shape[1] <= _MOST_COLUMNS
         and x.stride(1) == 1
-        and weight.words.shape[0] % max(_UNIT, packing.shared_rows) == 0
+        and _has_whole_units(weight, packing)
         and _multiplies_codes(x.device, packing.group)
     )
+
+
+def _has_whole_units(weight: PackedWeight, packing: Packing) -> bool:
+    """Whether the library takes so many rows, and groups of columns."""
+    has_groups = packing.group is None or weight.scale.shape[1] % _GROUPS_UNIT == 0
+    return has_groups and weight.words.shape[0] % max(_UNIT, packing.shared_rows) == 0
 
 
 def _multiplies_codes(device: torch.device, group: int | None) -> bool:
@@ -89,22 +97,23 @@ def scaled_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, packing:
     """round(x) W^T + b, of groups rounded before b is added, and again.
 
     x: bfloat16 [tokens, columns], contiguous rows; weight: fp8 with a scale for each row, rows a
-    multiple of 16, or for each block of 128 x 128, rows a multiple of 128; bias: bfloat16 [rows]
-    or None.  Returns a new [tokens, rows] tensor of x's dtype.  Mutates nothing; recordable.
-    Raises KernelArgumentError.
+    multiple of 16, or for each block of 128 x 128, rows a multiple of 128 and blocks across them
+    one of 4; bias: bfloat16 [rows] or None.  Returns a new [tokens, rows] tensor of x's dtype.
+    Mutates nothing; recordable.  Raises KernelArgumentError.
     """
     _require_rows(x)
-    rows, (tokens, columns) = weight.words.shape[0], x.shape
-    unit = max(_UNIT, packing.shared_rows)
-    if not packing.can_round_inputs or rows % unit:
+    tokens, columns = x.shape
+    if not packing.can_round_inputs or not _has_whole_units(weight, packing):
+        unit = max(_UNIT, packing.shared_rows)
         reject(
             "weight",
-            expected=f"fp8, a scale for a row or a block, a multiple of {unit} rows",
+            expected=f"fp8, a scale for a row or a block, a multiple of {unit} rows and, of "
+            f"blocks, {_GROUPS_UNIT} across",
             got=weight.words,
             remedy="use kernels.unpack_weight and kernels.linear",
         )
     require_packed(weight, packing, columns, device=x.device)
-    require_bias(bias, rows, torch.bfloat16)
+    require_bias(bias, weight.words.shape[0], torch.bfloat16)
     codes, scale = round_rows(x, packing.group)
     has_groups = packing.group is not None  # of which the library takes no bias
     product: Tensor = torch._scaled_mm(
@@ -121,11 +130,8 @@ def scaled_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, packing:
 
 def _scales_across(scale: Tensor, shared_rows: int) -> Tensor:
     """scale [rows, groups] float32 as the library takes it: [groups, rows // shared_rows], of
-    blocks with each row of them at a multiple of 16 bytes."""
-    of_blocks = scale[::shared_rows]
-    groups = scale.shape[1]
-    padded = torch.nn.functional.pad(of_blocks, (0, -groups % 4)) if groups > 1 else of_blocks
-    return padded.contiguous().t()[:groups]
+    blocks with those of a row beside each other."""
+    return scale[::shared_rows].contiguous().t()
 
 
 def round_rows(x: Tensor, group: int | None) -> tuple[Tensor, Tensor]:

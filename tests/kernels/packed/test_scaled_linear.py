@@ -104,9 +104,10 @@ def test_the_gpu_that_is_planned_for_multiplies_codes(
     gpu: tuple[int, int] | None, rows: bool, groups: bool
 ) -> None:
     meta = torch.device("meta")
-    x = torch.empty(65, 256, dtype=torch.bfloat16, device=meta)
-    weight = PackedWeight(torch.empty(128, 64, dtype=torch.int32, device=meta), x, None)
+    x = torch.empty(65, 512, dtype=torch.bfloat16, device=meta)
+    words = torch.empty(128, 128, dtype=torch.int32, device=meta)
     blocks = replace(PACKING, group=CHUNK, shared_rows=CHUNK)
     with StandIn("cuda", None, gpu):
-        assert fits_scaled(x, weight, PACKING) == rows
-        assert fits_scaled(x, weight, blocks) == groups
+        assert fits_scaled(x, PackedWeight(words, x.new_empty(128, 1), None), PACKING) == rows
+        assert fits_scaled(x, PackedWeight(words, x.new_empty(128, 4), None), blocks) == groups
+        assert not fits_scaled(x, PackedWeight(words, x.new_empty(128, 3), None), blocks)
