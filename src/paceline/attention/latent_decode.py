@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from paceline.attention.capability import module_reasons
 from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
@@ -26,7 +27,7 @@ from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import QueryRows, query_rows, uniform_stride
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PAGE
-from paceline.core.plugins import can_find, import_modules
+from paceline.core.plugins import import_modules
 from paceline.kernels.step_view import StepView
 
 TABLE_TOKENS = 128  # whose page ids a kernel loads at once: tables are as wide as whole loads
@@ -99,12 +100,8 @@ class LatentDecodeBackend(
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether the library is there when planning for this machine."""
-        reasons = super().unsupported_reasons(config)
-        if torch.cuda.is_available() and not can_find(self.module):
-            reasons.append(
-                f"{self.module} of {self.package} must be importable, got no such module"
-            )
-        return reasons
+        name = f"{self.module} of {self.package}"
+        return super().unsupported_reasons(config) + module_reasons(self.module, name)
 
     def make_buffers(self, limits: Limits) -> LatentDecodeBuffers[LibraryT]:
         """A workspace of zeros, of this backend's own: some kernels leave numbers where others

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from paceline.attention.capability import module_reasons
 from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
@@ -24,7 +25,7 @@ from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import query_rows, uniform_stride
 from paceline.core.modes import MaskKind
-from paceline.core.plugins import can_find, import_modules
+from paceline.core.plugins import import_modules
 from paceline.kernels.stand_in import multiprocessors
 from paceline.kernels.step_view import StepView
 
@@ -120,10 +121,7 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether the library is there when planning for this machine."""
-        reasons = super().unsupported_reasons(config)
-        if torch.cuda.is_available() and not can_find(MODULE):
-            reasons.append(f"{MODULE} must be importable, got no such module")
-        return reasons
+        return super().unsupported_reasons(config) + module_reasons(MODULE)
 
     def make_buffers(self, limits: Limits) -> FlashMLABuffers:
         """The library.  Raises ConfigError where it cannot be imported."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from paceline.attention.capability import module_reasons
 from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
@@ -29,7 +30,7 @@ from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import QueryRows, query_rows, uniform_stride
 from paceline.core.modes import MaskKind
-from paceline.core.plugins import can_find, import_modules
+from paceline.core.plugins import import_modules
 from paceline.kernels.stand_in import multiprocessors
 from paceline.kernels.step_view import StepView
 
@@ -144,9 +145,7 @@ class TrtllmMHABackend(AttentionBackend[TrtllmMHABuffers, TrtllmMHAPlan]):
             reasons.append(
                 "sliding window must be absent where the prefix is attended alone, got present"
             )
-        if torch.cuda.is_available() and not can_find(DECODE_MODULE):
-            reasons.append(f"{DECODE_MODULE} of {PACKAGE} must be importable, got no such module")
-        return reasons
+        return reasons + module_reasons(DECODE_MODULE, f"{DECODE_MODULE} of {PACKAGE}")
 
     def make_buffers(self, limits: Limits) -> TrtllmMHABuffers:
         """A workspace of zeros, and offsets of the largest step.  Raises ConfigError where the
