@@ -152,7 +152,7 @@ class Scheduler:
         if not plan.rows:
             self._require_progress()
             return None
-        has_prefill = any(row.is_prefill for row in plan.rows.values())
+        has_prefill = True in [row.is_prefill for row in plan.rows.values()]
         if has_prefill and not self._config.whole_prompts:
             is_last = not (self._roster.waiting or self._roster.num_draining)
             plan.end_on_size(self._config.padded_tokens, is_last=is_last)
