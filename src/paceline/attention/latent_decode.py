@@ -23,6 +23,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.held import OPAQUE
+from paceline.attention.keyless import blank_keyless_, without_prefix
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import QueryRows, query_rows, uniform_stride
 from paceline.core.modes import MaskKind
@@ -52,7 +53,7 @@ class LatentDecodePlan(Generic[LibraryT]):
     workspace: Tensor  # [bytes]  int8
     table: PageTablePlan
     rows: dict[Part, QueryRows]
-    lacks_prefix: Tensor  # [padded_tokens, 1]  bool  the token's request has none
+    lacks_prefix: Tensor  # [padded_tokens]  bool  the token's request has none
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class LatentDecodeBackend(
             workspace=buffers.workspace,
             table=page_table_plan(view),
             rows=rows,
-            lacks_prefix=view.prefix_lens.index_select(0, view.req_ids).eq(0).unsqueeze(1),
+            lacks_prefix=without_prefix(view),
         )
 
     def forward(
@@ -157,8 +158,7 @@ class LatentDecodeBackend(
         if part is Part.ALL:
             return out, None
         assert lse is not None
-        out.masked_fill_(plan.lacks_prefix.unsqueeze(2), 0.0)
-        return out, lse.masked_fill(plan.lacks_prefix, float("-inf"))
+        return blank_keyless_(out, lse, plan.lacks_prefix)
 
     def _import_library(self) -> LibraryT:
         """The real library.  Raises ConfigError with what the import said."""

@@ -22,6 +22,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.held import OPAQUE
+from paceline.attention.keyless import blank_keyless_, without_prefix
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import query_rows, uniform_stride
 from paceline.core.modes import MaskKind
@@ -86,7 +87,7 @@ class FlashMLAPlan:
     table: PageTablePlan
     queries: int  # of a request in a call
     calls: dict[Part, list[LatentCall]]
-    lacks_prefix: Tensor | None  # [padded_tokens, 1]  bool  the token's request has none; where
+    lacks_prefix: Tensor | None  # [padded_tokens]  bool  the token's request has none; where
     # Part.PREFIX may be asked for
 
 
@@ -144,15 +145,12 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
         """The schedules of this step's lengths, by the library's own kernel."""
         parts = buffers.limits.parts(view.mask)
         stride = uniform_stride(view, MOST_QUERIES)
-        lacks = None
-        if Part.PREFIX in parts:
-            lacks = view.prefix_lens.index_select(0, view.req_ids).eq(0).unsqueeze(1)
         return FlashMLAPlan(
             library=buffers.library,
             table=page_table_plan(view),
             queries=stride or 1,
             calls={part: _calls(view, buffers, part, stride=stride) for part in parts},
-            lacks_prefix=lacks,
+            lacks_prefix=without_prefix(view) if Part.PREFIX in parts else None,
         )
 
     def forward(
@@ -178,9 +176,8 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
         if part is Part.ALL:
             return out, None
         assert plan.lacks_prefix is not None
-        out.masked_fill_(plan.lacks_prefix.unsqueeze(2), 0.0)
         by_token = lses[0].contiguous() if len(lses) == 1 else torch.cat(lses)
-        return out, by_token.masked_fill_(plan.lacks_prefix, float("-inf"))
+        return blank_keyless_(out, by_token, plan.lacks_prefix)
 
 
 def _calls(

@@ -27,6 +27,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.held import OPAQUE
+from paceline.attention.keyless import blank_keyless_, without_prefix
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import QueryRows, query_rows, uniform_stride
 from paceline.core.modes import MaskKind
@@ -104,7 +105,7 @@ class TrtllmMHAPlan:
     cu_seqlens_k: Tensor  # [padded_reqs + 1]  int32
     rows: QueryRows | None  # None: the step is the context function's
     prefix: QueryRows | None  # of tokens; None where Part.PREFIX is not asked for
-    lacks_prefix: Tensor  # [padded_tokens, 1]  bool  the token's request has none
+    lacks_prefix: Tensor  # [padded_tokens]  bool  the token's request has none
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class TrtllmMHABackend(AttentionBackend[TrtllmMHABuffers, TrtllmMHAPlan]):
             cu_seqlens_k=offsets,
             rows=None if stride is None else query_rows(view, stride, prefix=False),
             prefix=prefix,
-            lacks_prefix=view.prefix_lens.index_select(0, view.req_ids).eq(0).unsqueeze(1),
+            lacks_prefix=without_prefix(view),
         )
 
     def forward(
@@ -193,9 +194,7 @@ class TrtllmMHABackend(AttentionBackend[TrtllmMHABuffers, TrtllmMHAPlan]):
             return out, None
         assert plan.prefix is not None, f"{part} of a step that was not planned for it"
         out, lse = _decode(q, layer, plan, plan.prefix, wants_lse=True)
-        out.masked_fill_(plan.lacks_prefix.unsqueeze(2), 0.0)
-        natural = lse * math.log(2)
-        return out, natural.masked_fill_(plan.lacks_prefix, float("-inf"))
+        return blank_keyless_(out, lse * math.log(2), plan.lacks_prefix)
 
 
 def _decode(
