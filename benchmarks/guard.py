@@ -27,6 +27,8 @@ from paceline.core.model.rope import RopeConfig
 from paceline.core.parallel import Parallel
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import JoinDelta, PageDelta, Step, StepLayout
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.loader import fill_dummy
 from paceline.models.registry import architecture
 from paceline.runner.build import build_runner
@@ -63,7 +65,7 @@ def make_runner(num_layers: int, num_reqs: int) -> ModelRunner:
     """A runner with one captured decode graph of `num_reqs` rows."""
     config = make_config(num_layers)
     model = architecture(config.model_type).build(
-        config, parallel=Parallel(), device=CPU, dtype=torch.float32, max_positions=None
+        config, parallel=Parallel(), placement=Placement(CPU, torch.float32, DENSE)
     )
     fill_dummy(model, seed=0)
     pages = num_reqs * CONTEXT // 16 + 1

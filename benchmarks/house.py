@@ -88,10 +88,11 @@ def serve() -> None:
     with Calls(str(package)) as request:
         llm.generate([prompt], params, use_tqdm=False)
     llm.submit([prompt], params)
+    step = llm.engine.step  # as `llm.requests.finish` calls it
     for _ in range(STEADY):
-        llm.engine.step()
+        step()
     with Calls(str(package)) as turn:
-        llm.engine.step()
+        step()
     found = {"turn": turn.told(), "request": request.told(), "rooms": rooms(package)}
     print(json.dumps(found), flush=True)
 

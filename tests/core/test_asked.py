@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.options.engine_options import EngineOptions, engine_options, named
+from paceline.core.options.asked import engine_options, named
+from paceline.core.options.engine_options import EngineOptions
 from paceline.core.options.spec import spec_of
 
 

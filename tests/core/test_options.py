@@ -6,7 +6,8 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GPUS, gpu_by_name
-from paceline.core.options.engine_options import EngineOptions, engine_options
+from paceline.core.options.asked import engine_options
+from paceline.core.options.engine_options import EngineOptions
 from paceline.core.options.spec import spec_of
 from paceline.core.request.sampling_params import SamplingParams
 

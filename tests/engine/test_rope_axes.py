@@ -22,6 +22,8 @@ from paceline.engine.loop import overlapped_turn
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.config import parse_config
 from paceline.models.registry import architecture
 from paceline.plan.contradictions import refuse_axes
@@ -73,8 +75,7 @@ def tiny() -> Axes:
     ours = architecture("qwen2").build(
         config,
         parallel=Parallel(),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
+        placement=Placement(torch.device("cpu"), torch.float32, DENSE),
         max_positions=CONTEXT + 32,
     )
     head = torch.randn(VOCAB, 64)

@@ -16,6 +16,8 @@ from paceline.core.model.cache_groups import cache_group_specs
 from paceline.core.model.config import Heads, LayerSpec, ModelConfig
 from paceline.core.model.rope import RopeConfig
 from paceline.core.parallel import Parallel
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.config import parse_config
 from paceline.models.prenorm import build_prenorm
 
@@ -86,7 +88,9 @@ def mixed() -> TinyModel:
     uniform = parse_config(theirs.config.to_dict() | {"dtype": "float32"})
     config: ModelConfig = replace(uniform, layers=specs())
     ours = build_prenorm(
-        config, parallel=Parallel(), device=torch.device("cpu"), dtype=torch.float32
+        config,
+        parallel=Parallel(),
+        placement=Placement(torch.device("cpu"), torch.float32, DENSE),
     )
     tensors, into = theirs.state_dict(), ours.destinations()
     assert tensors.keys() == into.keys()
@@ -133,7 +137,9 @@ def test_each_fact_of_a_single_layer_matters(mixed: TinyModel, change: dict[str,
     layers[1] = replace(layers[1], **change)
     config = replace(mixed.config, layers=tuple(layers))
     other = build_prenorm(
-        config, parallel=Parallel(), device=torch.device("cpu"), dtype=torch.float32
+        config,
+        parallel=Parallel(),
+        placement=Placement(torch.device("cpu"), torch.float32, DENSE),
     )
     other.load_state_dict(mixed.ours.state_dict())
     driver = Driver(replace(mixed, config=config, ours=other.requires_grad_(False)))

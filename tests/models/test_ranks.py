@@ -18,9 +18,11 @@ from paceline.core.errors import ConfigError
 from paceline.core.model.cache_groups import cache_group_specs
 from paceline.core.model.config import LayerSpec, ModelConfig, RowPart
 from paceline.core.parallel import Parallel, Span, of_rank, rank_sizes
-from paceline.kernels.all_reduce import open_exchange
+from paceline.kernels.all_reduce import Exchange, open_exchange
 from paceline.kernels.custom_op import DispatchMode
 from paceline.layers.rank_sum import RankSum
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.coverage import require_filled_once
@@ -44,9 +46,9 @@ def config_of(case: str) -> ModelConfig:
     return config
 
 
-def build(config: ModelConfig, parallel: Parallel, **more: object) -> CausalLM:
-    where = {"parallel": parallel, "device": CPU, "dtype": torch.float32}
-    return architecture(config.model_type).build(config, **where, **more)
+def build(config: ModelConfig, parallel: Parallel, exchange: Exchange | None = None) -> CausalLM:
+    placement = Placement(CPU, torch.float32, DENSE, exchange)
+    return architecture(config.model_type).build(config, parallel=parallel, placement=placement)
 
 
 def stored_for(model: CausalLM) -> dict[str, Tensor]:
@@ -71,7 +73,7 @@ def ranks_of(config: ModelConfig, size: int, stored: dict[str, Tensor]) -> list[
     capacity = TOKENS * max(config.hidden_size, config.vocab_size)
     exchanges = open_exchange(size, capacity, dtype=torch.float32, device=CPU)
     return [
-        fill(build(config, Parallel(rank, size), exchange=exchange), stored)
+        fill(build(config, Parallel(rank, size), exchange), stored)
         for rank, exchange in enumerate(exchanges)
     ]
 

@@ -137,8 +137,8 @@ def dequantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build(config: ModelConfig, formats: WeightFormats = DENSE) -> CausalLM:
-    where = {"parallel": Parallel(), "device": CPU, "dtype": torch.float32}
-    return architecture(config.model_type).build(config, **where, formats=formats)
+    placement = Placement(CPU, torch.float32, formats)
+    return architecture(config.model_type).build(config, parallel=Parallel(), placement=placement)
 
 
 def load(tensors: dict[str, Tensor], model: CausalLM, folder: Path) -> CausalLM:
@@ -268,7 +268,7 @@ def test_a_parameter_that_is_not_filled_once_is_named(
 ) -> None:
     dtype = torch.float32 if by_columns else torch.float16
     model = architecture(stored.config.model_type).build(
-        stored.config, parallel=Parallel(), device=CPU, dtype=dtype
+        stored.config, parallel=Parallel(), placement=Placement(CPU, dtype, DENSE)
     )
     assert model.decoder.layers[0].attention.qkv.weight.is_contiguous() is not by_columns
     named = model.destinations()

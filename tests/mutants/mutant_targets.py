@@ -365,8 +365,16 @@ TARGETS = (
     ),
     Target(
         "attention/ragged/contract.py",
-        ("keyless_tokens", "blank_keyless_"),
+        ("keyless_tokens",),
         Killers(_cells("torch", *_RAGGED), ("attention/ragged/test_ragged.py",)),
+    ),
+    Target(
+        "attention/keyless.py",
+        (),
+        Killers(
+            _cells("torch", *_RAGGED) + _cells("flashmla", *_LATENT),
+            ("attention/ragged/test_ragged.py", "attention/test_latent_backends.py"),
+        ),
     ),
     Target(
         "attention/ragged/flashinfer_ragged.py",

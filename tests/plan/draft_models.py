@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 
 from paceline.core.gpus import GIB, DeviceFacts, gpu_by_name
 from paceline.core.model.config import ModelConfig
-from paceline.core.options.engine_options import engine_options
+from paceline.core.options.asked import engine_options
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 from paceline.plan.memory.demand import Demands

@@ -10,7 +10,7 @@ from paceline.attention.measurements import Measurement
 from paceline.attention.registry import BACKENDS, load_backend
 from paceline.core.errors import BackendUnsupported
 from paceline.core.gpus import GPUS
-from paceline.core.options.engine_options import engine_options
+from paceline.core.options.asked import engine_options
 from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
 from paceline.plan.explain import explain_model, show
 from paceline.plan.memory.demand import Demands

@@ -7,7 +7,7 @@ import pytest
 from draft_models import HEAD, TARGET, WORDS, drafted, folder, planned
 
 from paceline.core.errors import ConfigError, ModelError
-from paceline.core.options.engine_options import engine_options
+from paceline.core.options.asked import engine_options
 from paceline.models.config import parse_config
 from paceline.models.locate import BUNDLED_FOLDER, locate
 from paceline.plan.explain import explain_model

@@ -14,6 +14,8 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.model.cache_groups import CacheGroupSpec, cache_group_specs
 from paceline.core.model.config import ModelConfig, kv_parts
 from paceline.core.parallel import Parallel
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.loader import fill_dummy
 from paceline.runner.proposer import NOBODY, Proposer
 from paceline.runner.runner_config import RunnerConfig, tokens_in_flight
@@ -91,8 +93,7 @@ def _eagle3_head(tiny: TinyModel, shape: DraftShape, max_position: int) -> Eagle
         replace(config, layer=layer),
         tiny.ours,
         parallel=Parallel(),
-        device=CPU,
-        dtype=torch.float32,
+        placement=Placement(CPU, torch.float32, DENSE),
         max_positions=CONTEXT + tokens_in_flight(shape),
     )
     fill_dummy(head, seed=0)

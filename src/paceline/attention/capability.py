@@ -7,6 +7,7 @@ import torch
 
 from paceline.attention.contract import AttentionConfig, Capabilities, ChunkSupport
 from paceline.core.modes import MaskKind
+from paceline.core.plugins import can_find
 
 
 def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
@@ -95,6 +96,14 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
     )
     need(can.graph >= want.graph, "graph support", f"at least {want.graph.name}", can.graph.name)
     return reasons
+
+
+def module_reasons(module: str, name: str | None = None) -> list[str]:
+    """On a machine with a GPU, why a library's module cannot be found; nothing is imported.  name:
+    how the reason calls it, where the module's own says too little."""
+    if not torch.cuda.is_available() or can_find(module):
+        return []  # planning for another machine: what is installed here says nothing
+    return [f"{name or module} must be importable, got no such module"]
 
 
 def triton_reasons(device_type: str) -> list[str]:

@@ -22,6 +22,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.held import OPAQUE
+from paceline.attention.keyless import blank_keyless_
 from paceline.attention.layouts.chunks import VirtualRequests, virtual_requests
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.errors import KernelArgumentError
@@ -153,9 +154,7 @@ class FlashAttentionBackend(
         if is_whole:
             return out, None  # a library's lse counts the sinks, and nobody asks for it
         assert lse is not None
-        out.masked_fill_(lacks.view(-1, 1, 1), 0.0)
-        by_token = lse.t().contiguous()
-        return out, by_token.masked_fill_(lacks.unsqueeze(1), float("-inf"))
+        return blank_keyless_(out, lse.t().contiguous(), lacks)
 
 
 def _requests(

@@ -68,15 +68,6 @@ class Link(NamedTuple):
     value: Any  # when the link was found
     is_item: bool
 
-    def holds(self) -> bool:
-        """Whether the same object is still there."""
-        if not self.is_item:
-            return getattr(self.owner, self.key, None) is self.value
-        try:
-            return self.owner[self.key] is self.value
-        except LookupError:
-            return False
-
 
 def links(held: Any) -> Iterator[Link]:
     """Items of a container, attributes of an object; none of what cannot be looked into."""

@@ -12,6 +12,7 @@ from typing import ClassVar, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from paceline.attention.capability import module_reasons
 from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
@@ -22,11 +23,12 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.held import OPAQUE
+from paceline.attention.keyless import blank_keyless_, without_prefix
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import QueryRows, query_rows, uniform_stride
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PAGE
-from paceline.core.plugins import can_find, import_modules
+from paceline.core.plugins import import_modules
 from paceline.kernels.step_view import StepView
 
 TABLE_TOKENS = 128  # whose page ids a kernel loads at once: tables are as wide as whole loads
@@ -51,7 +53,7 @@ class LatentDecodePlan(Generic[LibraryT]):
     workspace: Tensor  # [bytes]  int8
     table: PageTablePlan
     rows: dict[Part, QueryRows]
-    lacks_prefix: Tensor  # [padded_tokens, 1]  bool  the token's request has none
+    lacks_prefix: Tensor  # [padded_tokens]  bool  the token's request has none
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,8 @@ class LatentDecodeBackend(
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether the library is there when planning for this machine."""
-        reasons = super().unsupported_reasons(config)
-        if torch.cuda.is_available() and not can_find(self.module):
-            reasons.append(
-                f"{self.module} of {self.package} must be importable, got no such module"
-            )
-        return reasons
+        name = f"{self.module} of {self.package}"
+        return super().unsupported_reasons(config) + module_reasons(self.module, name)
 
     def make_buffers(self, limits: Limits) -> LatentDecodeBuffers[LibraryT]:
         """A workspace of zeros, of this backend's own: some kernels leave numbers where others
@@ -132,7 +130,7 @@ class LatentDecodeBackend(
             workspace=buffers.workspace,
             table=page_table_plan(view),
             rows=rows,
-            lacks_prefix=view.prefix_lens.index_select(0, view.req_ids).eq(0).unsqueeze(1),
+            lacks_prefix=without_prefix(view),
         )
 
     def forward(
@@ -160,8 +158,7 @@ class LatentDecodeBackend(
         if part is Part.ALL:
             return out, None
         assert lse is not None
-        out.masked_fill_(plan.lacks_prefix.unsqueeze(2), 0.0)
-        return out, lse.masked_fill(plan.lacks_prefix, float("-inf"))
+        return blank_keyless_(out, lse, plan.lacks_prefix)
 
     def _import_library(self) -> LibraryT:
         """The real library.  Raises ConfigError with what the import said."""

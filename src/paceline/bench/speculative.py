@@ -25,7 +25,8 @@ from paceline.bench.paired_runs import (
 from paceline.bench.speculative_shape import SpeculativeShape
 from paceline.bench.subject import document, drafter_of, drafter_words
 from paceline.core.errors import ConfigError
-from paceline.core.options.engine_options import engine_options, known
+from paceline.core.options.asked import engine_options
+from paceline.core.options.engine_options import known
 from paceline.core.progress import collect
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance

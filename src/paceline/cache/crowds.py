@@ -17,12 +17,7 @@ class Crowds:
     def __init__(self, page_size: int) -> None:
         self._depth = -(-MIN_SHARED_KEYS // page_size)  # pages
         self._held: Counter[Node] = Counter()
-        self._num_crowds = 0
-
-    @property
-    def any(self) -> bool:
-        """Whether some prefix has MIN_SHARERS requests or more."""
-        return self._num_crowds > 0
+        self.num_crowds = 0  # prefixes with MIN_SHARERS requests or more; others only read
 
     def join(self, path: Sequence[Node]) -> Node | None:
         """Count a request that hit `path`; returns what it leaves with."""
@@ -30,14 +25,14 @@ class Crowds:
             return None
         node = path[self._depth - 1]
         self._held[node] += 1
-        self._num_crowds += self._held[node] == MIN_SHARERS
+        self.num_crowds += self._held[node] == MIN_SHARERS
         return node
 
     def leave(self, node: Node | None) -> None:
         """Count a request no longer.  node: what `join` returned for it."""
         if node is None:
             return
-        self._num_crowds -= self._held[node] == MIN_SHARERS
+        self.num_crowds -= self._held[node] == MIN_SHARERS
         self._held[node] -= 1
         if not self._held[node]:
             del self._held[node]

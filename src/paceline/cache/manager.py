@@ -307,7 +307,7 @@ class CacheManager:
     @property
     def is_crowded(self) -> bool:
         """Whether many admitted requests found the same long prefix."""
-        return self._crowds.any
+        return self._crowds.num_crowds > 0
 
     def retire(self, epoch: int) -> None:
         """Steps up to `epoch` have run to their end."""

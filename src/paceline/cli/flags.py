@@ -9,8 +9,8 @@ import click
 
 from paceline.cli.verb import GroupedOption
 from paceline.core.errors import ConfigError
-from paceline.core.options.asked import SIZES
-from paceline.core.options.engine_options import EngineOptions, engine_options, named
+from paceline.core.options.asked import SIZES, engine_options, named
+from paceline.core.options.engine_options import EngineOptions
 from paceline.core.options.spec import Flag, OptionSpec, spec_of
 
 Command = TypeVar("Command", bound=Callable[..., object])

@@ -73,6 +73,7 @@ class Scheduler:
         self._roster = Roster(config.max_running)
         self._admissions = Admissions(config, cache, overlay, self._roster)
         self._in_flight = StepsInFlight()
+        self._is_mixed = config.is_mixed
         self._last_had_prefill = False
         self._rounds = RoundPolicy(config, cache)
 
@@ -140,7 +141,7 @@ class Scheduler:
         self._cache.offer_written()
         is_free = not self._roster.num_needy
         plan = StepPlan(self._config.max_batched_tokens, is_free=is_free)
-        if self._config.is_mixed:
+        if self._is_mixed:
             self._plan_decodes(plan)
             self._plan_prefills(plan)
         else:
@@ -151,17 +152,15 @@ class Scheduler:
         if not plan.rows:
             self._require_progress()
             return None
-        if not self._config.whole_prompts:
+        has_prefill = True in [row.is_prefill for row in plan.rows.values()]
+        if has_prefill and not self._config.whole_prompts:
             is_last = not (self._roster.waiting or self._roster.num_draining)
             plan.end_on_size(self._config.padded_tokens, is_last=is_last)
         if self._cache.has_states:
             self._plan_slots(plan, epoch)
-        rows = plan.rows.values()
-        self._in_flight.launch(epoch, rows)
-        self._last_had_prefill = any(row.is_prefill for row in rows)
-        return plan.build(
-            epoch, is_crowded=self._cache.is_crowded, has_prefill=self._last_had_prefill
-        )
+        self._in_flight.launch(epoch, plan.rows.values())
+        self._last_had_prefill = has_prefill
+        return plan.build(epoch, is_crowded=self._cache.is_crowded, has_prefill=has_prefill)
 
     def process(self, step: Step, outputs: StepOutputs) -> list[RequestUpdate]:
         """Take in the outputs of the oldest launched step; its epoch retires."""

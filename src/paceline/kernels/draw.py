@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from paceline.core.request.sampling_params import Asks
-from paceline.kernels._check import reject
 from paceline.kernels.custom_op import Run, define_op, host_array
 from paceline.kernels.draw_cpu import RowLaw, draw_row
 from paceline.kernels.edit_logits import (
@@ -26,9 +25,8 @@ from paceline.kernels.edit_logits import (
 )
 from paceline.kernels.gumbel import gumbel_at
 from paceline.kernels.keep_mask import keep_mask
-from paceline.kernels.mask_tokens import Masks, bind_rows_are_finite
+from paceline.kernels.mask_tokens import Masks, bind_rows_are_finite, require_logits
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DRAWS = int(Asks.DRAW)
 TOKENS_OF_BLOCK = 2048  # of a row, of one program on a GPU
 BUCKETS = 16  # of a block, between which the cut of a filter is looked for
@@ -158,13 +156,7 @@ def draw(
     Every row costs what it asks for.  Mutates nothing: on a CPU float32 logits hold their edits
     while the operator runs.  Recordable.  Raises KernelArgumentError.
     """
-    if logits.ndim != 2 or logits.dtype not in _DTYPES or logits.stride(1) != 1:
-        reject(
-            "logits",
-            expected="float32, bfloat16 or float16 [num_rows, vocab], contiguous rows",
-            got=logits,
-            remedy="pass what the language-model head returned",
-        )
+    require_logits(logits)
     num_rows = logits.shape[:1]
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)

@@ -8,12 +8,15 @@ On a CPU numpy's argmax is one pass of vector instructions; torch's looks at tok
 import torch
 from torch import Tensor
 
-from paceline.kernels._check import reject
 from paceline.kernels.custom_op import Run, define_op, host_array
-from paceline.kernels.mask_tokens import Masks, bind_rows_are_finite, rows_are_finite
+from paceline.kernels.mask_tokens import (
+    Masks,
+    bind_rows_are_finite,
+    require_logits,
+    rows_are_finite,
+)
 
 BLOCK_VOCAB = 2048  # tokens of a program: 63 of them for a row of 128,000
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def greedy_reference(logits: Tensor, masks: Masks | None = None) -> tuple[Tensor, Tensor]:
@@ -69,13 +72,7 @@ def greedy(logits: Tensor, masks: Masks | None = None) -> tuple[Tensor, Tensor]:
     where the -inf of a row that has one is none.  Mutates nothing.  Graph-safe: the grid depends on
     shapes only.  Raises KernelArgumentError.
     """
-    if logits.ndim != 2 or logits.dtype not in _DTYPES or logits.stride(1) != 1:
-        reject(
-            "logits",
-            expected="float32, bfloat16 or float16 [num_rows, vocab], contiguous rows",
-            got=logits,
-            remedy="pass what the language-model head returned",
-        )
+    require_logits(logits)
     num_rows = logits.shape[:1]
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)

@@ -35,6 +35,19 @@ class Masks(NamedTuple):
     words: Tensor  # [num_masks, ceil(vocab / 32)]  int32  bit t % 32 of word t // 32: token t
 
 
+def require_logits(
+    logits: Tensor, *, remedy: str = "pass what the language-model head returned"
+) -> None:
+    """Raise KernelArgumentError for what no sampler takes as logits."""
+    if logits.ndim != 2 or logits.dtype not in _DTYPES or logits.stride(1) != 1:
+        reject(
+            "logits",
+            expected="float32, bfloat16 or float16 [num_rows, vocab], contiguous rows",
+            got=logits,
+            remedy=remedy,
+        )
+
+
 def num_words(vocab_size: int) -> int:
     """int32 words of a mask."""
     return -(-vocab_size // BITS)
@@ -118,13 +131,7 @@ def mask_tokens(logits: Tensor, masks: Masks) -> None:
     depends on shapes only.  Raises KernelArgumentError.
     """
     ids, words = masks
-    if logits.ndim != 2 or logits.dtype not in _DTYPES or logits.stride(1) != 1:
-        reject(
-            "logits",
-            expected="float32, bfloat16 or float16 [num_rows, vocab], contiguous rows",
-            got=logits,
-            remedy="pass a copy of what the language-model head returned",
-        )
+    require_logits(logits, remedy="pass a copy of what the language-model head returned")
     rows, vocab = logits.shape
     if ids.shape != (rows,) or ids.dtype != torch.int32 or not ids.is_contiguous():
         remedy = "give each row the index of its mask, or NO_MASK"

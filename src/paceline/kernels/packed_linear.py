@@ -53,7 +53,7 @@ def how_multiplied(dtype: str) -> str:
 
 class PackedTile(NamedTuple):
     """What one program computes.  For few tokens: slices of its weight's rows, as rows of the
-    matrix unit.  See kernels/_triton/packed_linear.py."""
+    matrix unit.  See kernels/_triton/packed_few.py."""
 
     tokens: int  # a power of two; times slices at least 16
     rows: int  # of the matrix unit
@@ -239,10 +239,8 @@ def _launch(
 ) -> None:
     require_triton("packed_linear", otherwise="use kernels.unpack_weight and kernels.linear")
     from paceline.kernels._triton.packed_linear import launch_packed_linear
-    from paceline.kernels._triton.packed_many import launch_packed_many
 
-    launch_packed = launch_packed_linear if x.shape[0] <= MAX_TOKENS else launch_packed_many
-    launch_packed(
+    launch_packed_linear(
         x,
         PackedWeight(words, scale, zero),
         bias,

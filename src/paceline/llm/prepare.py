@@ -12,7 +12,8 @@ from paceline.core.events import EventLog
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.model.config import ModelConfig
-from paceline.core.options.engine_options import EngineOptions, engine_options, known, named
+from paceline.core.options.asked import engine_options, named
+from paceline.core.options.engine_options import EngineOptions, known
 from paceline.core.parallel import Parallel, of_rank
 from paceline.llm.admission import Admission
 from paceline.models.locate import ModelSource

@@ -63,8 +63,7 @@ class Architecture:
     defaults: Mapping[str, Any]  # of its configuration class in transformers, where a file is
     # silent: released files leave out what equals them.  Only fields that we read stand there; a
     # field set to null is not silent
-    build: Build = prenorm  # (config, *, parallel, device, dtype, max_positions, formats,
-    # exchange); imports torch
+    build: Build = prenorm  # (config, *, parallel, placement, max_positions); imports torch
     classify: Callable[[Fields, int], Classifier] = score_last  # of a file and its labels, where it
     # is a classifier's
     model_type: str | None = None  # where that is no name of a file

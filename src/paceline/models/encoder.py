@@ -6,19 +6,16 @@ Its layers cache nothing, so a step holds every text whole, from its first token
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import ALONE, Parallel
-from paceline.kernels.all_reduce import Exchange
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import Embedding, OverlaidRows
 from paceline.layers.encoder_layer import EncoderAttention
 from paceline.layers.layer_norm import LayerNorm
-from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement, empty_parameter
-from paceline.layers.weights.weight_format import Named, WeightFormats
+from paceline.layers.weights.weight_format import Named
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden, NameLayer, read_rows, rope_tables
 
@@ -101,11 +98,8 @@ def build_encoder(
     config: ModelConfig,
     *,
     parallel: Parallel,
-    device: torch.device,
-    dtype: torch.dtype,
+    placement: Placement,
     max_positions: int | None = None,
-    formats: WeightFormats = DENSE,
-    exchange: Exchange | None = None,
     layer: Callable[[int, EncoderAttention, Placement], nn.Module],
     learned: Callable[[Placement], LearnedPositions] | None = None,
     norm_bias: bool = True,
@@ -115,8 +109,7 @@ def build_encoder(
     """The model with uninitialised weights; layer: of a number and its attention; named: as of
     `Encoder`."""
     assert parallel == ALONE, "plan.contradictions refuses more ranks"
-    placement = Placement(device, dtype, formats, exchange)
-    tables = rope_tables(config, max_positions=max_positions, device=device)
+    tables = rope_tables(config, max_positions=max_positions, device=placement.device)
     hidden, eps = config.hidden_size, config.rms_norm_eps
 
     def norm() -> LayerNorm:

@@ -29,7 +29,7 @@ def _read(fields: Fields) -> dict[str, Any]:
 def _build(config: ModelConfig, **where: Any) -> "CausalLM":
     from paceline.layers.embedding import root_scale
 
-    scale = root_scale(config.hidden_size, where["dtype"])
+    scale = root_scale(config.hidden_size, where["placement"].dtype)
     return prenorm(config, embedding_scale=scale, **where)
 
 

@@ -81,16 +81,16 @@ def growth_table(growth: QueryGrowth, rows: int, *, device: torch.device) -> Ten
 
 
 def build_llama4(
-    config: ModelConfig, *, device: torch.device, max_positions: int | None = None, **where: Any
+    config: ModelConfig, *, placement: Placement, max_positions: int | None = None, **where: Any
 ) -> CausalLM:
     """The model with uninitialised weights; as of `build_prenorm`."""
     rows = config.max_position if max_positions is None else max_positions
     growth = None
     if config.query_growth is not None:
-        growth = growth_table(config.query_growth, rows, device=device)
+        growth = growth_table(config.query_growth, rows, device=placement.device)
     return build_prenorm(
         config,
-        device=device,
+        placement=placement,
         max_positions=max_positions,
         attention=partial(Llama4Attention, growth=growth),
         **where,

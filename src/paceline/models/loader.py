@@ -23,6 +23,8 @@ from paceline.core.progress import Progress
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.layer_norm import LayerNorm
 from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Named, held_by
 from paceline.models.architecture import Architecture
 from paceline.models.causal_lm import CausalLM
@@ -78,17 +80,16 @@ def load_model(
         config,
         packings,
         parallel=parallel,
-        device=device,
-        dtype=dtype,
+        placement=Placement(device, dtype, DENSE, exchange),
         max_positions=max_positions,
-        exchange=exchange,
     )
     if load_format == "dummy":
         model = build()
         if parallel.size == 1:
             fill_dummy(model, seed=seed)
         else:
-            whole = build(parallel=ALONE, device=torch.device("meta"), exchange=None)
+            nowhere = Placement(torch.device("meta"), dtype, DENSE)
+            whole = build(parallel=ALONE, placement=nowhere)
             fill_dummy_part(model, whole, device=device, seed=seed)
         return model
     with ExitStack() as files:

@@ -1,11 +1,9 @@
 """The modules of Mllama's text model, and what checkpoints call their tensors."""
 
-import torch
 from torch import Tensor
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import ALONE, Parallel
-from paceline.kernels.all_reduce import Exchange
 from paceline.layers.attention import StepContext
 from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.decoders.prenorm_layer import PreNormLayer
@@ -14,9 +12,8 @@ from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
 from paceline.layers.rank_sum import Unsummed
 from paceline.layers.rms_norm import hidden_norm
-from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement, empty_parameter
-from paceline.layers.weights.weight_format import Named, WeightFormats, wholly
+from paceline.layers.weights.weight_format import Named, wholly
 from paceline.models.causal_lm import CausalLM
 from paceline.models.cross_attention import CrossAttention
 from paceline.models.decoder import Decoder, rope_tables
@@ -72,16 +69,12 @@ def build_mllama(
     config: ModelConfig,
     *,
     parallel: Parallel,
-    device: torch.device,
-    dtype: torch.dtype,
+    placement: Placement,
     max_positions: int | None = None,
-    formats: WeightFormats = DENSE,
-    exchange: Exchange | None = None,
 ) -> CausalLM:
     """The model with uninitialised weights; `max_positions` as in `rope_tables`."""
     assert parallel == ALONE, "plan.contradictions refuses more ranks"
-    placement = Placement(device, dtype, formats, exchange)
-    tables = rope_tables(config, max_positions=max_positions, device=device)
+    tables = rope_tables(config, max_positions=max_positions, device=placement.device)
 
     def layer(index: int) -> DecoderLayer:
         if config.layers[index].reads_encoder:

@@ -121,14 +121,15 @@ _UNPLACED = DENSE._replace(
 )
 
 
-def build_model(config: ModelConfig, packings: Packings, **where: Any) -> CausalLM:
-    """A model with uninitialised weights, of which those in `packings` are packed; where: as of its
-    architecture's build."""
+def build_model(
+    config: ModelConfig, packings: Packings, *, placement: Placement, **where: Any
+) -> CausalLM:
+    """A model with uninitialised weights, of which those in `packings` are packed; placement,
+    where: as of its architecture's build."""
     build = architecture(config.model_type).build
     if not packings:
-        return build(config, **where)
-    model = build(config, formats=_UNPLACED, **where)
-    placement = Placement(where["device"], where["dtype"], DENSE, where.get("exchange"))
+        return build(config, placement=placement, **where)
+    model = build(config, placement=replace(placement, formats=_UNPLACED), **where)
     names = _names(model)
     for layer in list(model.modules()):
         held = vars(layer).get("held")

@@ -4,21 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paceline.core.model.config import SOFTMAX, ModelConfig, QKNorm
 from paceline.core.parallel import Parallel, Span
-from paceline.kernels.all_reduce import Exchange
 from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.decoders.prenorm_layer import PreNormLayer
 from paceline.layers.embedding import Embedding
 from paceline.layers.mixers.latent_attention import LatentAttention
 from paceline.layers.mixers.self_attention import RowNormedAttention, SelfAttention
 from paceline.layers.rms_norm import RMSNorm, hidden_norm
-from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
-from paceline.layers.weights.weight_format import WeightFormats
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, NameLayer, rope_tables
 from paceline.models.tensor_names import name_prenorm
@@ -30,11 +26,8 @@ def build_prenorm(
     config: ModelConfig,
     *,
     parallel: Parallel,
-    device: torch.device,
-    dtype: torch.dtype,
+    placement: Placement,
     max_positions: int | None = None,
-    formats: WeightFormats = DENSE,
-    exchange: Exchange | None = None,
     layer: Callable[..., DecoderLayer] = PreNormLayer,
     attention: Callable[..., SelfAttention] = SelfAttention,
     mixers: Mapping[str, type[nn.Module]] = NO_MIXERS,
@@ -48,8 +41,7 @@ def build_prenorm(
     mixers: by kind, the blocks of layers that mix otherwise than by attention; named: where
     checkpoints name a layer's tensors otherwise.
     """
-    placement = Placement(device, dtype, formats, exchange)
-    tables = rope_tables(config, max_positions=max_positions, device=device)
+    tables = rope_tables(config, max_positions=max_positions, device=placement.device)
     if embedding is None:
         embedding = Embedding(
             config.vocab_size,

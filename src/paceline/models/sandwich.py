@@ -1,16 +1,11 @@
 """The decoder that the Gemmas are: sandwich layers, and embeddings times sqrt(hidden_size)."""
 
-import torch
-
 from paceline.core.model.config import ModelConfig, QKNorm
 from paceline.core.parallel import Parallel
-from paceline.kernels.all_reduce import Exchange
 from paceline.layers.decoders.sandwich_layer import SandwichLayer
 from paceline.layers.embedding import Embedding, root_scale
 from paceline.layers.rms_norm import hidden_norm
-from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
-from paceline.layers.weights.weight_format import WeightFormats
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, rope_tables
 from paceline.models.tensor_names import name_sandwich
@@ -20,15 +15,11 @@ def build_sandwich(
     config: ModelConfig,
     *,
     parallel: Parallel,
-    device: torch.device,
-    dtype: torch.dtype,
+    placement: Placement,
     max_positions: int | None = None,
-    formats: WeightFormats = DENSE,
-    exchange: Exchange | None = None,
 ) -> CausalLM:
     """The model with uninitialised weights; `max_positions` as in `rope_tables`."""
-    placement = Placement(device, dtype, formats, exchange)
-    tables = rope_tables(config, max_positions=max_positions, device=device)
+    tables = rope_tables(config, max_positions=max_positions, device=placement.device)
     layers = [
         SandwichLayer(
             config,
@@ -43,7 +34,7 @@ def build_sandwich(
     embedding = Embedding(
         config.vocab_size,
         config.hidden_size,
-        scale=root_scale(config.hidden_size, dtype),
+        scale=root_scale(config.hidden_size, placement.dtype),
         placement=placement,
         has_head=config.tie_word_embeddings,
     )

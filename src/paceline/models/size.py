@@ -15,6 +15,8 @@ from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import ALONE, Parallel
 from paceline.kernels.all_reduce import Exchange, exchange_memory, peer_table
 from paceline.kernels.stand_in import StandIn
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import held_by
 from paceline.models.causal_lm import CausalLM
 from paceline.models.packed_layers import PLAIN, Packings, build_model, packed_modules
@@ -38,10 +40,8 @@ def empty_model(
         config,
         packings,
         parallel=parallel,
-        device=META,
-        dtype=dtype,
+        placement=Placement(META, dtype, DENSE, exchange),
         max_positions=max_positions,
-        exchange=exchange,
     )
 
 

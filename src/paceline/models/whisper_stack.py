@@ -2,20 +2,17 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import ALONE, Parallel
-from paceline.kernels.all_reduce import Exchange
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import Embedding, OverlaidRows
 from paceline.layers.layer_norm import LayerNorm
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.rank_sum import part_of
-from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement, empty_parameter
-from paceline.layers.weights.weight_format import Named, WeightFormats, wholly
+from paceline.layers.weights.weight_format import Named, wholly
 from paceline.models.audio_encoder import AudioEncoder, GeluMLP
 from paceline.models.causal_lm import CausalLM
 from paceline.models.cross_attention import CrossAttention
@@ -122,15 +119,11 @@ def build_whisper(
     config: ModelConfig,
     *,
     parallel: Parallel,
-    device: torch.device,
-    dtype: torch.dtype,
+    placement: Placement,
     max_positions: int | None = None,
-    formats: WeightFormats = DENSE,
-    exchange: Exchange | None = None,
 ) -> Any:
     """The model with uninitialised weights; its positions are a table of the checkpoint."""
     assert parallel == ALONE, "plan.contradictions refuses more ranks"
-    placement = Placement(device, dtype, formats, exchange)
     return CausalLM(
         config,
         WhisperDecoder(config, parallel=parallel, placement=placement),

@@ -13,7 +13,8 @@ from paceline.attention.registry import Choice
 from paceline.core.errors import ModelError
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model.config import SOFTMAX, ModelConfig
-from paceline.core.options.engine_options import EngineOptions, engine_options, known, named
+from paceline.core.options.asked import engine_options, named
+from paceline.core.options.engine_options import EngineOptions, known
 from paceline.core.parallel import Parallel, of_rank
 from paceline.kernels.packed_linear import how_multiplied
 from paceline.models.locate import ModelSource

@@ -16,7 +16,8 @@ from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model.cache_groups import STATE_EVERY, usual_state_every
 from paceline.core.model.config import ModelConfig
 from paceline.core.modes import End
-from paceline.core.options.engine_options import OFF, EngineOptions, engine_options, known
+from paceline.core.options.asked import engine_options
+from paceline.core.options.engine_options import OFF, EngineOptions, known
 from paceline.plan.contradictions import (
     refuse_asked,
     refuse_cache,

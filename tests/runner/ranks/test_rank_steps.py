@@ -16,6 +16,8 @@ from paceline.core.errors import SanitizerError
 from paceline.core.parallel import Parallel, of_rank
 from paceline.kernels import all_reduce
 from paceline.kernels.all_reduce import Exchange, open_exchange
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.registry import architecture
 
 CPU = torch.device("cpu")
@@ -26,7 +28,7 @@ STEPS = 12
 def part_of(tiny: TinyModel, parallel: Parallel, way: Exchange) -> TinyModel:
     """A rank's model, filled from the checkpoint of `tiny`."""
     model = architecture(tiny.config.model_type).build(
-        tiny.config, parallel=parallel, device=CPU, dtype=torch.float32, exchange=way
+        tiny.config, parallel=parallel, placement=Placement(CPU, torch.float32, DENSE, way)
     )
     stored = tiny.theirs.state_dict()
     with torch.no_grad():

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.coverage import require_filled_once
@@ -223,8 +225,7 @@ def test_taps_that_are_together_as_wide_as_the_head_are_its_feature(target: Targ
         parse_eagle_config(heads.EAGLE3 | widths | {"eagle_config": layers}, "EAGLE3"),
         target.ours,
         parallel=Parallel(),
-        device=CPU,
-        dtype=torch.float32,
+        placement=Placement(CPU, torch.float32, DENSE),
         max_positions=64,
     )
     low, high = torch.randn(2, 3, heads.HIDDEN)

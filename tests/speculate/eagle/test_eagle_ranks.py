@@ -11,6 +11,8 @@ from torch import Tensor
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel, of_rank
 from paceline.kernels.all_reduce import Exchange, open_exchange
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Named
 from paceline.models.config import parse_config
 from paceline.models.coverage import require_filled_once
@@ -47,10 +49,11 @@ def draft(
     target_config: ModelConfig, config: EagleConfig, parallel: Parallel, way: Exchange | None
 ) -> Tensor:
     """Logits of a head at every position but the last, on its target's features."""
-    where = {"parallel": parallel, "device": CPU, "dtype": torch.float32, "max_positions": 64}
-    target = architecture(target_config.model_type).build(target_config, **where, exchange=way)
+    placement = Placement(CPU, torch.float32, DENSE, way)
+    where = {"parallel": parallel, "placement": placement, "max_positions": 64}
+    target = architecture(target_config.model_type).build(target_config, **where)
     fill(target.destinations())
-    head = build_eagle_head(config, target, **where, exchange=way)
+    head = build_eagle_head(config, target, **where)
     fill(head.destinations())
     require_filled_once(head, head.destinations(), model="head")
     names, at = tap_names(config, target_config), torch.arange(len(IDS) - 1)

@@ -9,6 +9,8 @@ import pytest
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.kernels.stand_in import StandIn
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 from paceline.models.size import META, torch_dtype, weight_bytes, weightless
@@ -24,8 +26,7 @@ def size_of(config: EagleConfig, target: ModelConfig, dtype: str) -> int:
             config,
             model,
             parallel=Parallel(),
-            device=META,
-            dtype=torch_dtype(dtype),
+            placement=Placement(META, torch_dtype(dtype), DENSE),
             max_positions=1,
         )
     return weight_bytes(head)

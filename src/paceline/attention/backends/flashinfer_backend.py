@@ -44,6 +44,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.held import OPAQUE, tensor_bytes
+from paceline.attention.keyless import blank_keyless_
 from paceline.attention.layouts.chunks import (
     chunk_limits,
     chunk_tables,
@@ -250,10 +251,7 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
         if lse is not None:
             lse.mul_(LN2)  # the library's is base 2
             lse.masked_fill_(lse < LEAST_LSE, -math.inf)
-            if calls in plan.lacks_prefix:
-                lacks = plan.lacks_prefix[calls].unsqueeze(1)
-                out.masked_fill_(lacks.unsqueeze(2), 0.0)
-                lse.masked_fill_(lacks, -math.inf)
+            blank_keyless_(out, lse, plan.lacks_prefix.get(calls))
             if tree is not None:
                 k, v = as_cached(k, v, layer, plan.locs[spec.group])
                 tree.add_to(out, lse, q, k, v, spec=spec, sinks=sinks)

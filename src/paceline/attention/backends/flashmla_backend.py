@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from paceline.attention.capability import module_reasons
 from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
@@ -21,10 +22,11 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.held import OPAQUE
+from paceline.attention.keyless import blank_keyless_, without_prefix
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import query_rows, uniform_stride
 from paceline.core.modes import MaskKind
-from paceline.core.plugins import can_find, import_modules
+from paceline.core.plugins import import_modules
 from paceline.kernels.stand_in import multiprocessors
 from paceline.kernels.step_view import StepView
 
@@ -85,7 +87,7 @@ class FlashMLAPlan:
     table: PageTablePlan
     queries: int  # of a request in a call
     calls: dict[Part, list[LatentCall]]
-    lacks_prefix: Tensor | None  # [padded_tokens, 1]  bool  the token's request has none; where
+    lacks_prefix: Tensor | None  # [padded_tokens]  bool  the token's request has none; where
     # Part.PREFIX may be asked for
 
 
@@ -120,10 +122,7 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether the library is there when planning for this machine."""
-        reasons = super().unsupported_reasons(config)
-        if torch.cuda.is_available() and not can_find(MODULE):
-            reasons.append(f"{MODULE} must be importable, got no such module")
-        return reasons
+        return super().unsupported_reasons(config) + module_reasons(MODULE)
 
     def make_buffers(self, limits: Limits) -> FlashMLABuffers:
         """The library.  Raises ConfigError where it cannot be imported."""
@@ -146,15 +145,12 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
         """The schedules of this step's lengths, by the library's own kernel."""
         parts = buffers.limits.parts(view.mask)
         stride = uniform_stride(view, MOST_QUERIES)
-        lacks = None
-        if Part.PREFIX in parts:
-            lacks = view.prefix_lens.index_select(0, view.req_ids).eq(0).unsqueeze(1)
         return FlashMLAPlan(
             library=buffers.library,
             table=page_table_plan(view),
             queries=stride or 1,
             calls={part: _calls(view, buffers, part, stride=stride) for part in parts},
-            lacks_prefix=lacks,
+            lacks_prefix=without_prefix(view) if Part.PREFIX in parts else None,
         )
 
     def forward(
@@ -180,9 +176,8 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
         if part is Part.ALL:
             return out, None
         assert plan.lacks_prefix is not None
-        out.masked_fill_(plan.lacks_prefix.unsqueeze(2), 0.0)
         by_token = lses[0].contiguous() if len(lses) == 1 else torch.cat(lses)
-        return out, by_token.masked_fill_(plan.lacks_prefix, float("-inf"))
+        return blank_keyless_(out, by_token, plan.lacks_prefix)
 
 
 def _calls(

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from paceline.attention.capability import module_reasons
 from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
@@ -26,10 +27,11 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.held import OPAQUE
+from paceline.attention.keyless import blank_keyless_, without_prefix
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.layouts.query_rows import QueryRows, query_rows, uniform_stride
 from paceline.core.modes import MaskKind
-from paceline.core.plugins import can_find, import_modules
+from paceline.core.plugins import import_modules
 from paceline.kernels.stand_in import multiprocessors
 from paceline.kernels.step_view import StepView
 
@@ -103,7 +105,7 @@ class TrtllmMHAPlan:
     cu_seqlens_k: Tensor  # [padded_reqs + 1]  int32
     rows: QueryRows | None  # None: the step is the context function's
     prefix: QueryRows | None  # of tokens; None where Part.PREFIX is not asked for
-    lacks_prefix: Tensor  # [padded_tokens, 1]  bool  the token's request has none
+    lacks_prefix: Tensor  # [padded_tokens]  bool  the token's request has none
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,7 @@ class TrtllmMHABackend(AttentionBackend[TrtllmMHABuffers, TrtllmMHAPlan]):
             reasons.append(
                 "sliding window must be absent where the prefix is attended alone, got present"
             )
-        if torch.cuda.is_available() and not can_find(DECODE_MODULE):
-            reasons.append(f"{DECODE_MODULE} of {PACKAGE} must be importable, got no such module")
-        return reasons
+        return reasons + module_reasons(DECODE_MODULE, f"{DECODE_MODULE} of {PACKAGE}")
 
     def make_buffers(self, limits: Limits) -> TrtllmMHABuffers:
         """A workspace of zeros, and offsets of the largest step.  Raises ConfigError where the
@@ -179,7 +179,7 @@ class TrtllmMHABackend(AttentionBackend[TrtllmMHABuffers, TrtllmMHAPlan]):
             cu_seqlens_k=offsets,
             rows=None if stride is None else query_rows(view, stride, prefix=False),
             prefix=prefix,
-            lacks_prefix=view.prefix_lens.index_select(0, view.req_ids).eq(0).unsqueeze(1),
+            lacks_prefix=without_prefix(view),
         )
 
     def forward(
@@ -194,9 +194,7 @@ class TrtllmMHABackend(AttentionBackend[TrtllmMHABuffers, TrtllmMHAPlan]):
             return out, None
         assert plan.prefix is not None, f"{part} of a step that was not planned for it"
         out, lse = _decode(q, layer, plan, plan.prefix, wants_lse=True)
-        out.masked_fill_(plan.lacks_prefix.unsqueeze(2), 0.0)
-        natural = lse * math.log(2)
-        return out, natural.masked_fill_(plan.lacks_prefix, float("-inf"))
+        return blank_keyless_(out, lse * math.log(2), plan.lacks_prefix)
 
 
 def _decode(

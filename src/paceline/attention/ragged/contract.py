@@ -180,12 +180,3 @@ def _of_tokens(of_reqs: Tensor, part: RaggedPart) -> Tensor:
     token = torch.arange(sum(part.q_lens), dtype=torch.int32, device=of_reqs.device)
     request = torch.searchsorted(part.cu_q[1:], token, right=True)
     return of_reqs.index_select(0, request.clamp(max=len(of_reqs) - 1))
-
-
-def blank_keyless_(out: Tensor, lse: Tensor, keyless: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out [tokens, heads, v_head_dim] and lse [tokens, heads], with 0 and −inf in place of what a
-    library made of requests without a key.  Mutates both."""
-    if keyless is not None:
-        out.masked_fill_(keyless.view(-1, 1, 1), 0.0)
-        lse.masked_fill_(keyless.unsqueeze(1), float("-inf"))
-    return out, lse

@@ -28,13 +28,13 @@ from paceline.attention.backends.flashinfer_wrappers import (
     absence,
 )
 from paceline.attention.held import OPAQUE
+from paceline.attention.keyless import blank_keyless_
 from paceline.attention.ragged.contract import (
     RaggedBackend,
     RaggedCapabilities,
     RaggedConfig,
     RaggedLimits,
     RaggedPart,
-    blank_keyless_,
     keyless_tokens,
 )
 from paceline.kernels.ragged_attention import SharedColumns

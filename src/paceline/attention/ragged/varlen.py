@@ -16,13 +16,13 @@ from torch import Tensor
 
 from paceline.attention.backends import fa3_backend, fa4_backend
 from paceline.attention.held import OPAQUE
+from paceline.attention.keyless import blank_keyless_
 from paceline.attention.ragged.contract import (
     RaggedBackend,
     RaggedCapabilities,
     RaggedConfig,
     RaggedLimits,
     RaggedPart,
-    blank_keyless_,
     clean_values_,
     keyless_tokens,
     spoil_,

@@ -1,14 +1,16 @@
-"""Asked: what a caller typed or passed, by the names and in the words of the options.  No torch."""
+"""From what a caller typed or passed, under the names and in the words of people, to EngineOptions.
+No torch."""
 
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import Field
+from dataclasses import Field, fields
 from fractions import Fraction
 from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.near import did_you_mean
+from paceline.core.options.engine_options import EngineOptions
 from paceline.core.options.spec import OptionSpec, spec_of
 
 SIZES = ("tokens", "bytes")  # units of numbers that may be written as 32k or 4GiB
@@ -16,12 +18,22 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(i?b)?")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def by_field(options: Sequence[Field[Any]], asked: Mapping[str, object]) -> dict[str, object]:
+def engine_options(asked: Mapping[str, object]) -> EngineOptions:
+    """Build options from what was asked, under any name; the word 'auto' leaves an undecided field
+    undecided.  Raises ConfigError.
+    """
+    is_open = {option.name: option.default is None for option in fields(EngineOptions)}
+    values: dict[str, Any] = named(asked)
+    return EngineOptions(**{n: v for n, v in values.items() if not (v == "auto" and is_open[n])})
+
+
+def named(asked: Mapping[str, object]) -> dict[str, object]:
     """What was asked by field name: other names and words are read, sizes are counted.
 
     Every flag is a name in Python too, with underscores.  Raises ConfigError for an unknown name,
     with the nearest known one, and for an option that two names give.
     """
+    options = fields(EngineOptions)
     places = _places(options)
     found: dict[str, object] = {}
     said: dict[str, str] = {}  # field -> the name that was used

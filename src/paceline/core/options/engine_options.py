@@ -4,15 +4,13 @@ The command line, the benchmark and `LLM(...)` all take their names, defaults, h
 these fields.  `None` means "decide for me"; `plan.resolve` removes it.  No torch.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from paceline.core.draft_shape import MOST_BRANCHES, MOST_DRAFT_TOKENS, MOST_STEPS
 from paceline.core.dtypes import DTYPE_WORDS, DTYPES, FP8, KV_ELEMENT_BYTES
 from paceline.core.modes import Pooling
-from paceline.core.options.asked import by_field
 from paceline.core.options.spec import check, option
 from paceline.core.parallel import MOST_RANKS
 from paceline.core.request.sampling_params import SEED_LIMIT
@@ -411,17 +409,3 @@ def known(value: T | None) -> T:
     """The value of an option that `plan.resolve` has decided."""
     assert value is not None, "resolve() decides every open value"
     return value
-
-
-def named(asked: Mapping[str, object]) -> dict[str, object]:
-    """What was asked by field name, see `core.options.asked`.  Raises ConfigError."""
-    return by_field(fields(EngineOptions), asked)
-
-
-def engine_options(asked: Mapping[str, object]) -> EngineOptions:
-    """Build options from what was asked, under any name; the word 'auto' leaves an undecided field
-    undecided.  Raises ConfigError.
-    """
-    is_open = {option.name: option.default is None for option in fields(EngineOptions)}
-    values: dict[str, Any] = named(asked)
-    return EngineOptions(**{n: v for n, v in values.items() if not (v == "auto" and is_open[n])})

@@ -2,7 +2,7 @@
 
 As those of moe_experts: align the (token, expert) pairs by expert, gate and up with the activation
 behind, down times the routing weight, and the sum over each token's experts.  Products are taken
-transposed, [rows of a weight, pairs], as the matrix unit reads packed words (packed_linear.py).
+transposed, [rows of a weight, pairs], as the matrix unit reads packed words (packed_products.py).
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.moe_align import launch_moe_align, read_block
 from paceline.kernels._triton.moe_experts import launch_sum
-from paceline.kernels._triton.packed_linear import add_chunk, chunk_scales
+from paceline.kernels._triton.packed_products import add_chunk, chunk_scales
 from paceline.kernels._triton.primitives import swiglu
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
 from paceline.kernels.moe_experts import SwiGLU

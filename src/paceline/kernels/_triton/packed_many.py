@@ -9,21 +9,18 @@ one thread has both of.  Split sums meet as in skinny_linear.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels._triton.packed_linear import code_numbers
+from paceline.kernels._triton.launch import let_next_start, wait_for_inputs
+from paceline.kernels._triton.packed_products import code_numbers
 from paceline.kernels._triton.primitives import biased_activation, dot
-from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
 from paceline.kernels._triton.skinny_linear import meet
-from paceline.kernels.packed_linear import PackedTile
-from paceline.kernels.packed_weight import CHUNK, PackedWeight, words_of
+from paceline.kernels.packed_weight import CHUNK
 
 _CHUNK = tl.constexpr(CHUNK)
 
 
 @triton.jit(do_not_specialize=["tokens", "token_tiles"])
-def _packed_many_kernel(
+def packed_many_kernel(
     x_ptr,  # [tokens, columns]
     weight_ptr,  # [rows, num_words] int32
     weight_scale_ptr,  # [rows, groups]
@@ -42,7 +39,7 @@ def _packed_many_kernel(
     chunks_per_split,
     ACTIVATION: tl.constexpr,
     KIND: tl.constexpr,
-    IS_GROUPED: tl.constexpr,  # a scale for each chunk; else for a row
+    GROUP: tl.constexpr,  # columns: a chunk's; 0: all
     WORDS: tl.constexpr,  # of a chunk
     SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -54,7 +51,7 @@ def _packed_many_kernel(
     IS_GATED: tl.constexpr = ACTIVATION is not None
     FEATURES: tl.constexpr = ROWS // 2 if IS_GATED else ROWS
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    GROUP: tl.constexpr = _CHUNK if IS_GROUPED else 0
+    IS_GROUPED: tl.constexpr = GROUP > 0  # a scale for each chunk; else for a row
     tile = tl.program_id(0)
     split = tl.program_id(1)
     first_feature = tile // token_tiles * FEATURES
@@ -118,54 +115,3 @@ def _packed_many_kernel(
         written = first_token + tl.arange(0, TOKENS)
         out_ptrs = out_ptr + written.to(tl.int64)[:, None] * out_features + features[None, :]
         tl.store(out_ptrs, tl.trans(result), mask=(written < tokens)[:, None] & live[None, :])
-
-
-def launch_packed_many(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    activation: str | None,
-    *,
-    kind: str,
-    group: int,
-    tile: PackedTile,
-    splits: int,
-    out: Tensor,
-    partial: Tensor | None,
-    counters: Tensor | None,
-) -> None:
-    """One kernel; arguments as checked by kernels/packed_linear.py."""
-    require_runnable("x of packed_linear", x, _packed_many_kernel, otherwise="use unpack_weight")
-    (tokens, columns), out_features = x.shape, out.shape[1]
-    token_tiles = cdiv(tokens, tile.tokens)
-    features = tile.rows // (1 if activation is None else 2)
-    launch(
-        _packed_many_kernel,
-        (cdiv(out_features, features) * token_tiles, splits),
-        x,
-        *weight,
-        bias,
-        out,
-        partial,
-        counters,
-        x.stride(0),
-        tokens,
-        token_tiles,
-        out_features,
-        columns,
-        weight.words.shape[1],
-        weight.scale.shape[1],
-        cdiv(columns, CHUNK) // splits,
-        ACTIVATION=activation,
-        KIND=kind,
-        IS_GROUPED=group < columns,
-        WORDS=words_of(kind),
-        SPLITS=splits,
-        TOKENS=tile.tokens,
-        ROWS=tile.rows,
-        MASKED=columns % CHUNK != 0,
-        INTERPRETED=interpreted(_packed_many_kernel),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **overlap_options(x.device, _packed_many_kernel),
-    )

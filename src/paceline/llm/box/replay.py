@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import CapacityError, ConfigError
-from paceline.core.options.engine_options import known, named
+from paceline.core.options.asked import named
+from paceline.core.options.engine_options import known
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step
 from paceline.engine.loop import Launched
 from paceline.llm.boot import Booted, Knobs, boot

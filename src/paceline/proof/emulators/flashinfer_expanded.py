@@ -22,12 +22,13 @@ from paceline.proof.emulators.flashinfer_rules import (
     error,
     require,
     require_list,
+    require_offsets,
+    require_rows,
     require_workspace,
 )
 
 _DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # of Q and K, and of V
 _DTYPES = (torch.float16, torch.bfloat16)
-_LOADED = 16  # bytes at once
 _JUNK = 7.0  # out of a request without a key
 
 
@@ -105,12 +106,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         require(tuple(v.shape) == of_v, "v shape", of_v, tuple(v.shape))
         require(keys[-1] <= len(k), "kv_indptr[-1]", f"at most {len(k)} keys", keys[-1])
         for name, given in (("q", q), ("k", k), ("v", v)):
-            require(given.dtype == dtype, f"{name} dtype", dtype, given.dtype)
-            require(given.stride(-1) == 1, f"last stride of {name}", 1, given.stride(-1))
-            steps = [stride * given.element_size() for stride in given.stride()[:2]]
-            at = [given.data_ptr() % _LOADED, *(step % _LOADED for step in steps)]
-            what = f"multiples of {_LOADED} bytes"
-            require(not any(at), f"address and strides of {name}", what, at)
+            require_rows(name, given, dtype)
         out = q.new_full((*q.shape[:2], v_dim), math.nan)
         lse = torch.full(q.shape[:2], math.nan, device=q.device)
         _EMULATED(q, k, v, queries, keys, causal, scale, out, lse)
@@ -122,8 +118,7 @@ def _offsets(name: str, given: Tensor) -> list[int]:
     require_list(name, given)
     require(given.device.type == "cpu", f"{name} device", "cpu", given.device)
     found: list[int] = given.tolist()
-    require(found[0] == 0, f"{name}[0]", 0, found[0])
-    require(all(a <= b for a, b in itertools.pairwise(found)), name, "monotone", found)
+    require_offsets(name, found)
     return found
 
 

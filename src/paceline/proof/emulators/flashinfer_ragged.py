@@ -9,8 +9,6 @@ Source: flashinfer-python 0.6.12, `prefill.py`, `attention/scheduler.cuh` (Prefi
 `attention/prefill.cuh` and `attention/variants.cuh` (LogitsMask).
 """
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -23,11 +21,12 @@ from paceline.proof.emulators.flashinfer_rules import (
     require,
     require_heads,
     require_list,
+    require_offsets,
+    require_rows,
     require_workspaces,
 )
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_LOADED = 16  # bytes at once
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BoundWrapper):
@@ -121,9 +120,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BoundWrapper):
         size = self._reqs + 1
         require(len(given) == size, f"length of {name} (fixed in graph mode)", size, len(given))
         found: list[int] = given.tolist()
-        require(found[0] == 0, f"{name}[0]", 0, found[0])
-        is_monotone = all(a <= b for a, b in itertools.pairwise(found))
-        require(is_monotone, name, "monotone", found)
+        require_offsets(name, found)
         return found
 
     def run(
@@ -169,8 +166,4 @@ def _require_rows(facts: PlanFacts, q: Tensor, k: Tensor, v: Tensor) -> None:
         ("k", k, facts.kv_dtype),
         ("v", v, facts.kv_dtype),
     ):
-        require(given.dtype == dtype, f"{name} dtype", dtype, given.dtype)
-        require(given.stride(-1) == 1, f"last stride of {name}", 1, given.stride(-1))
-        steps = [stride * given.element_size() for stride in given.stride()[:2]]
-        at = [given.data_ptr() % _LOADED, *(step % _LOADED for step in steps)]
-        require(not any(at), f"address and strides of {name}", f"multiples of {_LOADED} bytes", at)
+        require_rows(name, given, dtype)

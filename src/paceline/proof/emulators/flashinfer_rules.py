@@ -1,6 +1,7 @@
 """What FlashInfer's prefill wrappers ask of their callers, each rule refused by its name."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,6 +13,7 @@ from paceline.core.errors import KernelArgumentError
 HEAD_DIMS = (64, 128, 256)
 NUM_SMS = 1  # of the emulated device
 _CTAS_PER_SM = 2
+_LOADED = 16  # bytes at once
 _ALIGNMENT = 16  # bytes, of every part of a workspace
 _WORKSPACE_BYTES = 8 << 20  # of a wrapper's own schedule, until reset
 
@@ -28,6 +30,22 @@ def require(holds: bool, name: str, expected: object, got: object) -> None:
     """Raise KernelArgumentError unless `holds`."""
     if not holds:
         raise error(name, expected, got)
+
+
+def require_offsets(name: str, given: Sequence[int]) -> None:
+    """Where runs begin, and the last ends."""
+    require(given[0] == 0, f"{name}[0]", 0, given[0])
+    is_monotone = all(a <= b for a, b in itertools.pairwise(given))
+    require(is_monotone, name, "monotone", given)
+
+
+def require_rows(name: str, given: Tensor, dtype: torch.dtype) -> None:
+    """Rows of a planned dtype [rows, heads, head_dim], as the kernels load them."""
+    require(given.dtype == dtype, f"{name} dtype", dtype, given.dtype)
+    require(given.stride(-1) == 1, f"last stride of {name}", 1, given.stride(-1))
+    steps = [stride * given.element_size() for stride in given.stride()[:2]]
+    at = [given.data_ptr() % _LOADED, *(step % _LOADED for step in steps)]
+    require(not any(at), f"address and strides of {name}", f"multiples of {_LOADED} bytes", at)
 
 
 # --- what a wrapper is bound to -------------------------------------------------------------------
@@ -158,9 +176,7 @@ def require_lists(
     for name, given, size in named:
         require(len(given) == size, f"length of {name} (fixed in graph mode)", size, len(given))
     for name, given, _ in named[:2]:
-        require(given[0] == 0, f"{name}[0]", 0, given[0])
-        is_monotone = all(a <= b for a, b in itertools.pairwise(given))
-        require(is_monotone, name, "monotone", given)
+        require_offsets(name, given)
     rows, pages = lists.rows, lists.kv_indptr[-1]
     most = rows if most_rows is None else most_rows
     require(rows <= most, "rows (fixed by the first plan)", f"at most {most}", rows)

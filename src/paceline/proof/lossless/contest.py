@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
-from paceline.core.options.engine_options import OFF, SAMPLE_AND_MATCH, engine_options
+from paceline.core.options.asked import engine_options
+from paceline.core.options.engine_options import OFF, SAMPLE_AND_MATCH
 from paceline.plan.speculation import Speculation, without_speculation
 from paceline.proof.lossless.drafting import speculation_of, with_drafter
 

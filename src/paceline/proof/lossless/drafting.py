@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from paceline.core.options.engine_options import OFF, engine_options
+from paceline.core.options.asked import engine_options
+from paceline.core.options.engine_options import OFF
 from paceline.plan.speculation import Speculation, plan_speculation
 from paceline.plan.target import find_target
 

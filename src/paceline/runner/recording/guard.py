@@ -1,6 +1,7 @@
 """The guard: what must be true before a padded step runs.  On by default; costs microseconds."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +27,7 @@ class Guard:
         self._places = [(name, tensor, tensor.data_ptr()) for name, tensor in named.items()]
         reached = _links_to(parts, named)
         self._attributes = [(*link[:3], names) for link, names in reached if not link.is_item]
-        self._items = [(link, names) for link, names in reached if link.is_item]
+        self._items = [(*link[:3], names) for link, names in reached if link.is_item]
 
     def check(self, key: GraphKey, step: Step) -> None:
         """Raise GraphGuardError when `step` may not replay the graph of `key`."""
@@ -36,7 +37,9 @@ class Guard:
             for owner, name, held, names in self._attributes
             if getattr(owner, name, None) is not held
         ]
-        lost += [names for link, names in self._items if not link.holds()]
+        lost += [
+            names for owner, key, held, names in self._items if not _has_item(owner, key, held)
+        ]
         lost += [{name} for name, tensor, place in self._places if tensor.data_ptr() != place]
         if lost:
             raise self._error(
@@ -70,6 +73,14 @@ class Guard:
         return GraphGuardError.about(
             f"padded step: {name}", expected=expected, got=got, remedy=remedy
         )
+
+
+def _has_item(owner: Any, key: Any, held: object) -> bool:
+    """Whether a container has the same object there."""
+    try:
+        return owner[key] is held
+    except LookupError:
+        return False
 
 
 def _links_to(root: object, named: Mapping[str, Tensor]) -> list[tuple[Link, set[str]]]:

@@ -8,13 +8,14 @@ nothing is built from them.
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import ClassVar, NamedTuple, get_type_hints
+from typing import ClassVar, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
 from paceline.server.bodies.places import Place, shortened, written
 from paceline.server.errors import ApiError
 
+T = TypeVar("T")
 Unserved = msgspec.Raw | msgspec.UnsetType
 _MAX_BYTES = 200  # no allowed value is longer, blanks included
 
@@ -26,16 +27,21 @@ class Refusal(NamedTuple):
     remedy: str
 
 
+def fields_noted(kind: type[msgspec.Struct], note: type[T]) -> dict[str, T]:
+    """The fields of `kind` that are annotated with a `note`, by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: found
+        for name in kind.__struct_fields__
+        for found in getattr(hints[name], "__metadata__", ())
+        if isinstance(found, note)
+    }
+
+
 @cache
 def refusals_of(kind: type[msgspec.Struct]) -> Mapping[str, Refusal]:
     """The fields of `kind` that are known and not served, by name."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {
-        name: note
-        for name in kind.__struct_fields__
-        for note in getattr(hints[name], "__metadata__", ())
-        if isinstance(note, Refusal)
-    }
+    return fields_noted(kind, Refusal)
 
 
 def check_refusals(body: msgspec.Struct, place: Place) -> None:

@@ -4,13 +4,13 @@ a header of the answer.
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET
 
 from paceline.server.bodies.places import Place, written
-from paceline.server.bodies.refusals import Unserved, Wire, is_sent
+from paceline.server.bodies.refusals import Unserved, Wire, fields_noted, is_sent
 from paceline.server.errors import ApiError
 
 HEADER = "X-Paceline-Ignored"
@@ -50,13 +50,7 @@ class FromAnswers(Wire, frozen=True, kw_only=True):
 @cache
 def ignored_of(kind: type[msgspec.Struct]) -> dict[str, Ignored]:
     """The fields of `kind` that are taken and not read, by name."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {
-        name: note
-        for name in kind.__struct_fields__
-        for note in getattr(hints[name], "__metadata__", ())
-        if isinstance(note, Ignored)
-    }
+    return fields_noted(kind, Ignored)
 
 
 def ignored_in(sent: object, place: str = "") -> Iterator[str]:

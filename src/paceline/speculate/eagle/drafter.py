@@ -12,6 +12,8 @@ from paceline.core.errors import ModelError
 from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import EngineOptions
 from paceline.core.parallel import Parallel
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.causal_lm import CausalLM
 from paceline.models.locate import BUNDLED_FOLDER, ModelSource
 from paceline.models.size import META
@@ -48,8 +50,7 @@ class EagleDrafter(FeatureDrafter):
             self.head,
             target,
             parallel=Parallel(),
-            device=META,
-            dtype=dtype,
+            placement=Placement(META, dtype, DENSE),
             max_positions=bound,
         )
 

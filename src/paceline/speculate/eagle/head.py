@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from paceline.core.model.config import QKNorm
 from paceline.core.parallel import Parallel
-from paceline.kernels.all_reduce import Exchange
 from paceline.layers.attention import StepContext
 from paceline.layers.decoders.decoder_layer import HiddenStream
 from paceline.layers.decoders.prenorm_layer import PreNormLayer
@@ -15,7 +14,6 @@ from paceline.layers.embedding import Embedding, LMHead
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.rank_sum import total
 from paceline.layers.rms_norm import RMSNorm
-from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Named, wholly
 from paceline.models.causal_lm import CausalLM
@@ -141,19 +139,16 @@ def build_eagle_head(
     target: CausalLM,
     *,
     parallel: Parallel,
-    device: torch.device,
-    dtype: torch.dtype,
+    placement: Placement,
     max_positions: int,
-    exchange: Exchange | None = None,
 ) -> EagleHead:
     """The head with uninitialised weights, on `target`'s embedding and language-model head where it
     has none of its own.
 
     `max_positions` sizes the rope tables: a head's own context limit is that of its training texts.
     """
-    placement = Placement(device, dtype, DENSE, exchange)
     layer = config.layer
-    tables = rope_tables(layer, max_positions=max_positions, device=device)
+    tables = rope_tables(layer, max_positions=max_positions, device=placement.device)
 
     def attention(index: int) -> SelfAttention:
         return head_attention(

@@ -14,6 +14,8 @@ import torch
 
 from paceline.core.options.engine_options import LOAD_FORMATS
 from paceline.core.parallel import Parallel
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import StoredTensors, open_checkpoint
 from paceline.models.loader import copy_weights, fill_dummy, weights_folder
@@ -52,8 +54,7 @@ def load_eagle_head(
             config,
             target,
             parallel=parallel,
-            device=device,
-            dtype=dtype,
+            placement=Placement(device, dtype, DENSE),
             max_positions=max_positions,
         )
 

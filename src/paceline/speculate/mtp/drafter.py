@@ -8,6 +8,8 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import EngineOptions
 from paceline.core.parallel import Parallel
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.causal_lm import CausalLM
 from paceline.models.locate import ModelSource
 from paceline.models.registry import architecture
@@ -46,8 +48,7 @@ class MtpDrafter(FeatureDrafter):
             self.model,
             target,
             parallel=Parallel(),
-            device=META,
-            dtype=dtype,
+            placement=Placement(META, dtype, DENSE),
             max_positions=limits.kv_len_bound,
         )
 

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from paceline.core.model.config import ModelConfig, NormKind
 from paceline.core.parallel import Parallel, whole
-from paceline.kernels.all_reduce import Exchange
 from paceline.kernels.eagle_input import HalfNorms, eagle_input
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
 from paceline.layers.rms_norm import hidden_norm
-from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Named, wholly
 from paceline.models.causal_lm import CausalLM
@@ -105,19 +103,15 @@ def build_mtp_head(
     target: CausalLM,
     *,
     parallel: Parallel,
-    device: torch.device,
-    dtype: torch.dtype,
+    placement: Placement,
     max_positions: int,
-    exchange: Exchange | None = None,
 ) -> MtpHead:
     """The head with uninitialised weights; config: as of `read_next_token`."""
     own = architecture(config.model_type).build(
         config,
         parallel=parallel,
-        device=device,
-        dtype=dtype,
+        placement=placement,
         max_positions=max_positions,
-        exchange=exchange,
         embedding=target.decoder.embedding,
     )
-    return MtpHead(config, target, own, placement=Placement(device, dtype, DENSE, exchange))
+    return MtpHead(config, target, own, placement=placement)

@@ -2,6 +2,8 @@
 
 from paceline.core.errors import ConfigError
 from paceline.core.model.config import ModelConfig
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import open_checkpoint
 from paceline.models.checkpoint_names import canonical_names
@@ -39,8 +41,7 @@ def load_mtp_head(
         config,
         target,
         parallel=how["parallel"],
-        device=how["device"],
-        dtype=how["dtype"],
+        placement=Placement(how["device"], how["dtype"], DENSE),
         max_positions=max_positions,
     )
     if how["load_format"] == "dummy":
