@@ -28,11 +28,12 @@ from paceline.kernels.stand_in import device_type
 MAX_TOKENS = 64
 _MANY_TOKENS = 256  # beyond MAX_TOKENS: more take less time with a weight of numbers
 _CHOICE = (
-    f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear), larger ones "
-    "of fp8 with a scale for each row or block and codes for activations with rows rounded to fp8 "
-    f"(scaled_linear), of 4 bits with a bfloat16 scale for 128 columns up to {_MANY_TOKENS} tokens "
-    "with codes, and others with numbers made of them (unpack_weight), as a CPU always does; "
-    "experts multiply with codes at any number of tokens (packed_experts)"
+    f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear); of fp8 with "
+    "codes for activations rows are rounded to fp8 from 33 tokens on where each row has a scale "
+    "(skinny_scaled_linear, scaled_linear), and larger ones where each block has; of 4 bits with a "
+    f"bfloat16 scale for 128 columns up to {_MANY_TOKENS} tokens multiply with codes; others "
+    "multiply with numbers made of codes (unpack_weight), as a CPU always does; experts multiply "
+    "with codes at any number of tokens (packed_experts)"
 )
 _UNPACKED = (
     "every step multiplies with numbers made of codes (unpack_weight): packed_linear has none for "
