@@ -3,7 +3,9 @@
 For the few tokens of a decode step the time of a product is that of reading its weight once, and a
 packed weight is a half or a quarter of the plain one.  Words become numbers in registers, by their
 bits, and go from there to the matrix unit; each group's part of the sum is scaled in float32, so
-that a number is rounded nowhere (docs/decisions/103-codes-as-the-matrix-unit-reads-them.md).
+that a number is rounded nowhere (docs/decisions/103-codes-as-the-matrix-unit-reads-them.md).  One
+token's product with codes of 4 bits or fp8 is taken without the matrix unit; for 4 bits x becomes
+integers of 16 bits, with a power of two for 32 of them (docs/decisions/125-one-token-without.md).
 """
 
 from typing import NamedTuple, NoReturn
@@ -16,6 +18,7 @@ from paceline.kernels.act_and_mul import act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.packed_weight import (
     CHUNK,
+    FP8,
     INT4,
     PackedWeight,
     Packing,
@@ -45,7 +48,7 @@ _ENOUGH_WIDE = 96  # of those of many tokens, of which a multiprocessor holds on
 _ONE_WAVE = 4224  # rows that programs of 8 hold at once; up to three times as many are cut in 4
 _MOST_SPLITS = 8
 _MOST_OF_TWO = 264  # programs, where a multiprocessor holds two of four stages, or three of three
-_MOST_CHUNKS_OF_ONE = {INT4: 32}  # of a row whose only token is multiplied without the matrix unit
+_MOST_CHUNKS_OF_ONE = 32  # of a row whose one token is multiplied without the matrix unit
 _WHOLE = 4  # chunks of a slice that are all on their way at once
 
 
@@ -158,10 +161,11 @@ def _tile(tokens: int, rows: int, chunks: int) -> PackedTile:
 
 
 def _fits_one(x: Tensor, packing: Packing, chunks: int) -> bool:
-    """Whether one token's numbers can be read in pairs and multiplied without the matrix unit."""
+    """Whether one token's numbers can be read in pairs, and multiplied without the matrix unit in
+    less time."""
     return (
-        packing.kind in _MOST_CHUNKS_OF_ONE
-        and chunks <= _MOST_CHUNKS_OF_ONE[packing.kind]
+        chunks <= _MOST_CHUNKS_OF_ONE
+        and packing.kind in (INT4, FP8)
         and packing.group in (None, CHUNK)
         and not packing.has_zeros
         and x.shape[1] % 2 == x.storage_offset() % 2 == 0
@@ -169,10 +173,10 @@ def _fits_one(x: Tensor, packing: Packing, chunks: int) -> bool:
 
 
 def _tile_of_one(kind: str, chunks: int) -> PackedTile:
-    """Of a product of one token: threads have 16 bytes of each row."""
+    """Of a product of one token: threads have 16 bytes of each row, and all of it at once."""
     per_warp = 128 // words_of(kind)
-    warps = min(1 << (-(-chunks // per_warp) - 1).bit_length(), 4)
-    return PackedTile(1, 8, 1, warps * per_warp, warps, 1)
+    step = max(per_warp, 1 << (chunks - 1).bit_length())
+    return PackedTile(1, 8, 1, step, step // per_warp, 1)
 
 
 def _gains_of_many(packing: Packing, dtype: torch.dtype) -> bool:

@@ -123,10 +123,11 @@ def _launch_one(
         ROWS=tile.rows,
         CHUNKS=tile.step,
         STEPS=steps,
+        AHEAD=min(tile.stages, steps),
         MASKED=not is_whole,
         INTERPRETED=interpreted(packed_one_kernel),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=1,
         **overlap_options(x.device, packed_one_kernel),
     )
 

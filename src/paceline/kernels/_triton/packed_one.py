@@ -191,6 +191,47 @@ def _fp8(word):
 
 
 @triton.jit
+def _read_words(
+    row_ptrs,  # [CHUNKS, ROWS, WORDS]
+    live_rows,  # [1, ROWS, 1]
+    word,  # [CHUNKS, WORDS]
+    num_words,
+    step,
+    CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """[CHUNKS, ROWS, WORDS] of a step."""
+    begin = step * CHUNKS * WORDS
+    if MASKED:
+        live = live_rows & (word < num_words - begin)[:, None, :]
+        words = tl.load(row_ptrs + begin, mask=live, other=0, eviction_policy="evict_first")
+    else:
+        words = tl.load(row_ptrs + begin, eviction_policy="evict_first")
+    return words
+
+
+@triton.jit
+def _read_scales(
+    scale_ptrs,  # [1, ROWS, 1]
+    live_rows,  # [1, ROWS, 1]
+    chunk,  # [CHUNKS]
+    groups,
+    step,
+    CHUNKS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """[CHUNKS, ROWS, 1] float32 of a step."""
+    group = (chunk + step * CHUNKS if HAS_GROUPS else 0 * chunk)[:, None, None]
+    if MASKED:
+        scale = tl.load(scale_ptrs + group, mask=live_rows & (group < groups), other=0.0)
+    else:
+        scale = tl.load(scale_ptrs + group)
+    return scale.to(tl.float32)
+
+
+@triton.jit
 def packed_one_kernel(
     x_ptr,  # [columns]
     weight_ptr,  # [rows, num_words] int32
@@ -207,6 +248,7 @@ def packed_one_kernel(
     ROWS: tl.constexpr,  # of the weight
     CHUNKS: tl.constexpr,  # of a step
     STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,  # steps whose words are asked for at once
     MASKED: tl.constexpr,  # steps end behind the last column, or tiles behind the last row
     OVERLAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -228,22 +270,13 @@ def packed_one_kernel(
     row_ptrs = weight_ptr + rows.to(tl.int64)[None, :, None] * num_words + word[:, None, :]
     scale_ptrs = weight_scale_ptr + rows.to(tl.int64)[None, :, None] * groups
     words = ()
+    for step in tl.static_range(AHEAD):
+        words += (_read_words(row_ptrs, live_rows, word, num_words, step, CHUNKS, WORDS, MASKED),)
     scales = ()
-    for step in tl.static_range(STEPS):
-        begin = step * CHUNKS * WORDS
-        if MASKED:
-            live = live_rows & (word < num_words - begin)[:, None, :]
-            read = tl.load(row_ptrs + begin, mask=live, other=0, eviction_policy="evict_first")
-        else:
-            read = tl.load(row_ptrs + begin, eviction_policy="evict_first")
-        words += (read,)
-    for step in tl.static_range(STEPS if HAS_GROUPS else 1):
-        group = (chunk + step * CHUNKS if HAS_GROUPS else 0 * chunk)[:, None, None]
-        if MASKED:
-            scale = tl.load(scale_ptrs + group, mask=live_rows & (group < groups), other=0.0)
-        else:
-            scale = tl.load(scale_ptrs + group)
-        scales += (scale.to(tl.float32),)
+    for step in tl.static_range(AHEAD if HAS_GROUPS else 1):
+        scales += (
+            _read_scales(scale_ptrs, live_rows, chunk, groups, step, CHUNKS, HAS_GROUPS, MASKED),
+        )
     let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
 
@@ -252,6 +285,25 @@ def packed_one_kernel(
     pair_ptrs = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first_pair
     acc = tl.zeros([CHUNKS, ROWS, THREADS], tl.float32)
     for step in tl.static_range(STEPS):
+        if step + AHEAD < STEPS:
+            words += (
+                _read_words(
+                    row_ptrs, live_rows, word, num_words, step + AHEAD, CHUNKS, WORDS, MASKED
+                ),
+            )
+            if HAS_GROUPS:
+                scales += (
+                    _read_scales(
+                        scale_ptrs,
+                        live_rows,
+                        chunk,
+                        groups,
+                        step + AHEAD,
+                        CHUNKS,
+                        HAS_GROUPS,
+                        MASKED,
+                    ),
+                )
         even, odd = tl.split(tl.reshape(words[step], (CHUNKS, ROWS, THREADS, 2, 2)))
         zeroth, second = tl.split(even)
         first, third = tl.split(odd)
