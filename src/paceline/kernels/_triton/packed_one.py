@@ -191,7 +191,7 @@ def _fp8(word):
 
 
 @triton.jit
-def _read_words(
+def _step_words(
     row_ptrs,  # [CHUNKS, ROWS, WORDS]
     live_rows,  # [1, ROWS, 1]
     word,  # [CHUNKS, WORDS]
@@ -212,7 +212,7 @@ def _read_words(
 
 
 @triton.jit
-def _read_scales(
+def _step_scales(
     scale_ptrs,  # [1, ROWS, 1]
     live_rows,  # [1, ROWS, 1]
     chunk,  # [CHUNKS]
@@ -271,11 +271,11 @@ def packed_one_kernel(
     scale_ptrs = weight_scale_ptr + rows.to(tl.int64)[None, :, None] * groups
     words = ()
     for step in tl.static_range(AHEAD):
-        words += (_read_words(row_ptrs, live_rows, word, num_words, step, CHUNKS, WORDS, MASKED),)
+        words += (_step_words(row_ptrs, live_rows, word, num_words, step, CHUNKS, WORDS, MASKED),)
     scales = ()
     for step in tl.static_range(AHEAD if HAS_GROUPS else 1):
         scales += (
-            _read_scales(scale_ptrs, live_rows, chunk, groups, step, CHUNKS, HAS_GROUPS, MASKED),
+            _step_scales(scale_ptrs, live_rows, chunk, groups, step, CHUNKS, HAS_GROUPS, MASKED),
         )
     let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
@@ -287,13 +287,13 @@ def packed_one_kernel(
     for step in tl.static_range(STEPS):
         if step + AHEAD < STEPS:
             words += (
-                _read_words(
+                _step_words(
                     row_ptrs, live_rows, word, num_words, step + AHEAD, CHUNKS, WORDS, MASKED
                 ),
             )
             if HAS_GROUPS:
                 scales += (
-                    _read_scales(
+                    _step_scales(
                         scale_ptrs,
                         live_rows,
                         chunk,
