@@ -192,7 +192,7 @@ def _fp8(word):
 
 @triton.jit
 def _step_words(
-    row_ptrs,  # [CHUNKS, ROWS, WORDS]
+    weight_ptr,  # [CHUNKS, ROWS, WORDS]
     live_rows,  # [1, ROWS, 1]
     word,  # [CHUNKS, WORDS]
     num_words,
@@ -205,15 +205,15 @@ def _step_words(
     begin = step * CHUNKS * WORDS
     if MASKED:
         live = live_rows & (word < num_words - begin)[:, None, :]
-        words = tl.load(row_ptrs + begin, mask=live, other=0, eviction_policy="evict_first")
+        words = tl.load(weight_ptr + begin, mask=live, other=0, eviction_policy="evict_first")
     else:
-        words = tl.load(row_ptrs + begin, eviction_policy="evict_first")
+        words = tl.load(weight_ptr + begin, eviction_policy="evict_first")
     return words
 
 
 @triton.jit
 def _step_scales(
-    scale_ptrs,  # [1, ROWS, 1]
+    weight_scale_ptr,  # [1, ROWS, 1]
     live_rows,  # [1, ROWS, 1]
     chunk,  # [CHUNKS]
     groups,
@@ -225,9 +225,9 @@ def _step_scales(
     """[CHUNKS, ROWS, 1] float32 of a step."""
     group = (chunk + step * CHUNKS if HAS_GROUPS else 0 * chunk)[:, None, None]
     if MASKED:
-        scale = tl.load(scale_ptrs + group, mask=live_rows & (group < groups), other=0.0)
+        scale = tl.load(weight_scale_ptr + group, mask=live_rows & (group < groups), other=0.0)
     else:
-        scale = tl.load(scale_ptrs + group)
+        scale = tl.load(weight_scale_ptr + group)
     return scale.to(tl.float32)
 
 
