@@ -15,6 +15,11 @@ from paceline.kernels.packed_linear import packed_linear
 from paceline.kernels.packed_weight import FP8, INT4, PackedWeight, Packing, encode, pack_codes
 from paceline.kernels.scaled_linear import fits_scaled, scaled_linear, scaled_linear_reference
 from paceline.kernels.skinny_linear import MAX_TOKENS, arrival_counters, fits_skinny, skinny_linear
+from paceline.kernels.skinny_scaled_linear import (
+    fits_skinny_scaled,
+    skinny_scaled_linear,
+    skinny_scaled_linear_reference,
+)
 from paceline.kernels.unpack_weight import unpack_weight
 
 # Warnings of drivers and compilers are shown and fail nothing.
@@ -183,6 +188,29 @@ def test_products_of_rounded_rows_equal_those_with_what_codes_stand_for(
     twice = 2**0.5 if group is not None else 1.0  # of groups rounded before the bias, and behind
     once = relative((wanted + bias).bfloat16(), wanted + bias)
     assert relative(biased, wanted + bias) < 1.1 * twice * once
+
+
+@pytest.mark.parametrize("columns", [4096, 200])
+def test_few_rounded_rows_equal_what_codes_stand_for(columns: int) -> None:
+    packing = Packing(FP8, None, False, torch.float32, rounds_inputs=True)
+    rng = torch.Generator("cuda").manual_seed(columns)
+    numbers = torch.randn(1000, columns, generator=rng, device="cuda") / columns**0.5
+    numbers *= torch.exp2(3 * torch.rand(1000, 1, generator=rng, device="cuda"))
+    weight = encode(numbers, packing)
+    bias = torch.randn(1000, generator=rng, device="cuda").bfloat16()
+    counters = arrival_counters(1000, device=bias.device)
+    for tokens in (33, 50, MAX_TOKENS):
+        x = torch.randn(tokens, columns, generator=rng, device="cuda").bfloat16()
+        x[1], x[2] = x[1] * 1e-6, 0.0
+        assert fits_skinny_scaled(x, packing)
+        exact = scaled_linear_reference(x.float(), weight, bias, packing).double()
+        for _ in range(2):
+            ours = skinny_scaled_linear(x, weight, bias, packing, counters=counters)
+            assert relative(ours, exact) < once_rounded(exact, torch.bfloat16)
+            assert not counters.any()
+        gated = skinny_scaled_linear(x, weight, bias, packing, activation="silu")
+        wanted = skinny_scaled_linear_reference(x.float(), weight, bias, packing, "silu").double()
+        assert relative(gated, wanted) < 4 * torch.finfo(torch.bfloat16).eps / 2
 
 
 @pytest.mark.parametrize("kind", ["int4-g128", "int4-g32-zeros", "fp8-row", "fp8-g128", "int8-row"])

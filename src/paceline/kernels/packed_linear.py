@@ -3,7 +3,9 @@
 For the few tokens of a decode step the time of a product is that of reading its weight once, and a
 packed weight is a half or a quarter of the plain one.  Words become numbers in registers, by their
 bits, and go from there to the matrix unit; each group's part of the sum is scaled in float32, so
-that a number is rounded nowhere (docs/decisions/103-codes-as-the-matrix-unit-reads-them.md).
+that a number is rounded nowhere (docs/decisions/103-codes-as-the-matrix-unit-reads-them.md).  One
+token's product with codes of 4 bits or fp8 is taken without the matrix unit; for 4 bits x becomes
+integers of 16 bits, with a power of two for 32 of them (docs/decisions/125-one-token-without.md).
 """
 
 from typing import NamedTuple, NoReturn
@@ -16,10 +18,12 @@ from paceline.kernels.act_and_mul import act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.packed_weight import (
     CHUNK,
+    FP8,
     INT4,
     PackedWeight,
     Packing,
     unpack_reference,
+    words_of,
 )
 from paceline.kernels.skinny_linear import column_splits, require_bias, require_counters
 from paceline.kernels.stand_in import device_type
@@ -27,11 +31,12 @@ from paceline.kernels.stand_in import device_type
 MAX_TOKENS = 64
 _MANY_TOKENS = 256  # beyond MAX_TOKENS: more take less time with a weight of numbers
 _CHOICE = (
-    f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear), larger ones "
-    "of fp8 with a scale for each row or block and codes for activations with rows rounded to fp8 "
-    f"(scaled_linear), of 4 bits with a bfloat16 scale for 128 columns up to {_MANY_TOKENS} tokens "
-    "with codes, and others with numbers made of them (unpack_weight), as a CPU always does; "
-    "experts multiply with codes at any number of tokens (packed_experts)"
+    f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear); of fp8 with "
+    "codes for activations rows are rounded to fp8 from 33 tokens on where each row has a scale "
+    "(skinny_scaled_linear, scaled_linear), and larger ones where each block has; of 4 bits with a "
+    f"bfloat16 scale for 128 columns up to {_MANY_TOKENS} tokens multiply with codes; others "
+    "multiply with numbers made of codes (unpack_weight), as a CPU always does; experts multiply "
+    "with codes at any number of tokens (packed_experts)"
 )
 _UNPACKED = (
     "every step multiplies with numbers made of codes (unpack_weight): packed_linear has none for "
@@ -43,6 +48,7 @@ _ENOUGH_WIDE = 96  # of those of many tokens, of which a multiprocessor holds on
 _ONE_WAVE = 4224  # rows that programs of 8 hold at once; up to three times as many are cut in 4
 _MOST_SPLITS = 8
 _MOST_OF_TWO = 264  # programs, where a multiprocessor holds two of four stages, or three of three
+_MOST_CHUNKS_OF_ONE = 32  # of a row whose one token is multiplied without the matrix unit
 _WHOLE = 4  # chunks of a slice that are all on their way at once
 
 
@@ -55,7 +61,7 @@ class PackedTile(NamedTuple):
     """What one program computes.  For few tokens: slices of its weight's rows, as rows of the
     matrix unit.  See kernels/_triton/packed_few.py."""
 
-    tokens: int  # a power of two; times slices at least 16
+    tokens: int  # a power of two; times slices at least 16, or 1: without the matrix unit
     rows: int  # of the matrix unit
     slices: int  # of a row's chunks; 0: the kernel for more tokens, which takes them in turns
     step: int  # chunks that a slice has on their way
@@ -109,7 +115,10 @@ def packed_linear(
     parts = 1 if activation is None else 2
     _check(x, weight, bias, packing, parts)
     (tokens, columns), rows = x.shape, weight.words.shape[0]
-    tile = _tile(tokens, rows, -(-columns // CHUNK))
+    chunks = -(-columns // CHUNK)
+    tile = _tile(tokens, rows, chunks)
+    if tokens == 1 and _fits_one(x, packing, chunks):
+        tile = _tile_of_one(packing.kind, chunks)
     out = torch.empty((tokens, rows // parts), dtype=x.dtype, device=x.device)
     features = tile.rows // max(1, tile.slices)  # of one program
     is_many = tokens > MAX_TOKENS
@@ -117,14 +126,12 @@ def packed_linear(
         features //= parts
     tiles = -(-out.shape[1] // features) * -(-tokens // tile.tokens)
     splits = 1
-    can_split = activation is None and tile.slices <= 1
+    can_split = activation is None and tile.slices <= 1 and tile.tokens > 1
     if counters is not None and is_many:  # a partial tile of rows may be one too many
         can_split = can_split and tiles <= counters.numel()
     if counters is not None and can_split:
         enough = _ENOUGH_WIDE if is_many else _ENOUGH_PROGRAMS[tile.slices]
-        splits = column_splits(
-            tiles, -(-columns // CHUNK) // tile.step, enough=enough, most=_MOST_SPLITS
-        )
+        splits = column_splits(tiles, chunks // tile.step, enough=enough, most=_MOST_SPLITS)
         require_counters(counters, tiles, device=x.device)
     if tile.tokens == MAX_TOKENS and splits > 1 and tiles * splits > _MOST_OF_TWO:
         tile = tile._replace(stages=3)
@@ -151,6 +158,25 @@ def _tile(tokens: int, rows: int, chunks: int) -> PackedTile:
     if tokens <= MAX_TOKENS:
         return PackedTile(1 << (tokens - 1).bit_length(), 64, 0, 1, 4, 4)
     return PackedTile(128, 256, 0, 1, 8, 3)
+
+
+def _fits_one(x: Tensor, packing: Packing, chunks: int) -> bool:
+    """Whether one token's numbers can be read in pairs, and multiplied without the matrix unit in
+    less time."""
+    return (
+        chunks <= _MOST_CHUNKS_OF_ONE
+        and packing.kind in (INT4, FP8)
+        and packing.group in (None, CHUNK)
+        and not packing.has_zeros
+        and x.shape[1] % 2 == x.storage_offset() % 2 == 0
+    )
+
+
+def _tile_of_one(kind: str, chunks: int) -> PackedTile:
+    """Of a product of one token: threads have 16 bytes of each row, and all of it at once."""
+    per_warp = 128 // words_of(kind)
+    step = max(per_warp, 1 << (chunks - 1).bit_length())
+    return PackedTile(1, 8, 1, step, step // per_warp, 1)
 
 
 def _gains_of_many(packing: Packing, dtype: torch.dtype) -> bool:

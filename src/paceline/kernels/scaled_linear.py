@@ -64,14 +64,21 @@ def round_rows_reference(x: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
 def fits_scaled(x: Tensor, weight: PackedWeight, packing: Packing) -> bool:
     """Whether `scaled_linear` takes these operands and is the faster way; no values."""
     return (
-        device_type(x.device) == "cuda"
-        and packing.rounds_inputs
+        packing.rounds_inputs
         and x.shape[0] > MAX_TOKENS
+        and _has_whole_units(weight, packing)
+        and fits_rounding(x, packing.group)
+    )
+
+
+def fits_rounding(x: Tensor, group: int | None) -> bool:
+    """Whether `round_rows` takes these rows, and the GPU multiplies their codes; no values."""
+    return (
+        device_type(x.device) == "cuda"
         and x.dtype == torch.bfloat16
         and x.shape[1] <= _MOST_COLUMNS
         and x.stride(1) == 1
-        and _has_whole_units(weight, packing)
-        and _multiplies_codes(x.device, packing.group)
+        and _multiplies_codes(x.device, group)
     )
 
 

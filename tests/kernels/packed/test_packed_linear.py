@@ -97,6 +97,20 @@ def test_bias_and_activation_follow(tokens: int, kind: str) -> None:
     assert relative(ours, gated) < 4 * ERRORS[dtype]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, interpreting
+@pytest.mark.parametrize("kind", ["int4-g128", "fp8-row"])
+def test_one_token_may_have_numbers_of_any_size(kind: str) -> None:
+    packing = KINDS[kind]
+    weight, numbers = random_weight(9, 512, packing)
+    x = torch.randn(1, 512, generator=torch.Generator().manual_seed(2)).half()
+    x[0, ::37] *= 300
+    x[0, 64:128] = 0.0
+    assert relative(packed_linear(x, weight, None, packing), x.double() @ numbers.T) < 2.6e-4
+    for odd in (torch.inf, torch.nan):
+        x[0, 77] = odd
+        assert not packed_linear(x, weight, None, packing).isfinite().any()
+
+
 @pytest.mark.parametrize(("tokens", "kind"), [(6, "int4-g128"), (20, "int8-row")])
 def test_split_products_add_all_parts_and_leave_their_counters_zero(tokens: int, kind: str) -> None:
     packing = KINDS[kind]

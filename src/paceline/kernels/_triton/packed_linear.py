@@ -6,6 +6,7 @@ from paceline.kernels._triton.launch import launch, overlap_options
 from paceline.kernels._triton.packed_few import packed_few_kernel
 from paceline.kernels._triton.packed_many import packed_many_kernel
 from paceline.kernels._triton.packed_more import packed_more_kernel
+from paceline.kernels._triton.packed_one import packed_one_kernel
 from paceline.kernels._triton.runtime import cdiv, interpreted, require_runnable
 from paceline.kernels.packed_linear import MAX_TOKENS, PackedTile
 from paceline.kernels.packed_weight import CHUNK, FP8, PackedWeight, words_of
@@ -46,7 +47,9 @@ def launch_packed_linear(
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    if tokens > MAX_TOKENS:
+    if tile.tokens == 1:
+        _launch_one(x, weight, bias, activation, kind=kind, tile=tile, out=out)
+    elif tokens > MAX_TOKENS:
         token_tiles = cdiv(tokens, tile.tokens)
         launch(
             packed_many_kernel,
@@ -86,6 +89,47 @@ def launch_packed_linear(
             **constants,
             **overlap_options(x.device, packed_more_kernel),
         )
+
+
+def _launch_one(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    activation: str | None,
+    *,
+    kind: str,
+    tile: PackedTile,
+    out: Tensor,
+) -> None:
+    columns, out_features = x.shape[1], out.shape[1]
+    features = tile.rows // (1 if activation is None else 2)
+    steps = cdiv(columns, tile.step * CHUNK)
+    is_whole = steps * tile.step * CHUNK == columns and out_features % features == 0
+    launch(
+        packed_one_kernel,
+        (cdiv(out_features, features),),
+        x,
+        weight.words,
+        weight.scale,
+        bias,
+        out,
+        out_features,
+        columns,
+        weight.words.shape[1],
+        weight.scale.shape[1],
+        ACTIVATION=activation,
+        IS_FP8=kind == FP8,
+        HAS_GROUPS=weight.scale.shape[1] > 1,
+        ROWS=tile.rows,
+        CHUNKS=tile.step,
+        STEPS=steps,
+        AHEAD=min(tile.stages, steps),
+        MASKED=not is_whole,
+        INTERPRETED=interpreted(packed_one_kernel),
+        num_warps=tile.warps,
+        num_stages=1,
+        **overlap_options(x.device, packed_one_kernel),
+    )
 
 
 def _reads_ahead(weight: PackedWeight, kind: str, has_groups: bool, tile: PackedTile) -> bool:

@@ -14,6 +14,7 @@ from paceline.kernels.packed_linear import fits_packed, packed_linear
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, encode
 from paceline.kernels.scaled_linear import fits_scaled, scaled_linear
 from paceline.kernels.skinny_linear import arrival_counters
+from paceline.kernels.skinny_scaled_linear import fits_skinny_scaled, skinny_scaled_linear
 from paceline.kernels.unpack_weight import unpack_weight
 from paceline.layers.weights.parameter import Placement, empty_parameter
 from paceline.layers.weights.weight_format import LinearFormat, Named, by_part, without_bias
@@ -102,7 +103,8 @@ class PackedLinear(LinearFormat[PackedMatrix]):
         if weight.has_whole_blocks and fits_scaled(x, weight.packed, self.packing):
             product = scaled_linear(x, weight.packed, weight.bias, self.packing)
         elif fits_packed(x, self.packing):
-            return packed_linear(
+            is_rounded = fits_skinny_scaled(x, self.packing)
+            return (skinny_scaled_linear if is_rounded else packed_linear)(
                 x,
                 weight.packed,
                 weight.bias,
