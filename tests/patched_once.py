@@ -7,6 +7,7 @@
   asserts that in debug mode alone, which it is not in.
 * It builds its table of numpy's dtypes at every look into it, and the shape of a tensor anew for
   every value of that shape.
+* It asks of every two operands what they have in common, though mostly they are alike.
 """
 
 from collections.abc import Callable
@@ -20,15 +21,106 @@ import pytest
 
 def patch_once(monkeypatch: pytest.MonkeyPatch, interpreter: Any) -> None:
     """interpreter: the module `triton.runtime.interpreter`."""
-    monkeypatch.setattr(interpreter, "_patch_lang", _Patcher(interpreter))
-    builder = interpreter.interpreter_builder
-    assert not builder.options.debug
-    unchecked = replace(builder.options, sanitize_overflow=False)
-    monkeypatch.setattr(builder, "options", unchecked)
-    monkeypatch.setattr(interpreter, "_get_np_dtype", _np_dtypes(interpreter._get_np_dtype))
+    for owner, name, value in _replaced(interpreter):
+        monkeypatch.setattr(owner, name, value)
+
+
+@cache
+def _replaced(interpreter: Any) -> list[tuple[Any, str, Any]]:
+    """(owner, name, by what); they know each other's findings for as long as the process lives."""
+    builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
     core = interpreter.tl.core
-    monkeypatch.setattr(core.tensor, "__init__", _init_of_tensor(core))
-    monkeypatch.setattr(core.block_type, "__init__", _init_of_block(core.block_type.__init__))
+    assert not builder.options.debug
+    broadcast = _broadcast(semantic, core)
+    return [
+        (interpreter, "_patch_lang", _Patcher(interpreter)),
+        (interpreter, "_patch_attr", _patch_attr(semantic, core)),
+        (interpreter, "_get_np_dtype", _np_dtypes(interpreter._get_np_dtype)),
+        (builder, "options", replace(builder.options, sanitize_overflow=False)),
+        (core.tensor, "__init__", _init_of_tensor(core)),
+        (core.block_type, "__init__", _init_of_block(core.block_type.__init__)),
+        (semantic, "broadcast_impl_value", broadcast),
+        (semantic, "binary_op_type_checking_impl", _check_operands(semantic, core, broadcast)),
+        (semantic, "cast", _cast(semantic.cast)),
+    ]
+
+
+def _patch_attr(semantic: Any, core: Any) -> Callable[..., None]:
+    """What calls a function of the language without looking whether the interpreter is given."""
+    checked = core.builtin(lambda: None).__code__
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        is_checked = getattr(member, "__code__", None) is checked
+        function = member.__wrapped__ if is_checked else member
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*args, **named)
+
+        scope.set_attr(owner, name, call)
+
+    return patch_attr
+
+
+def _broadcast(semantic: Any, core: Any) -> Callable[..., tuple[Any, Any]]:
+    """Two tensors of the shape that both take; what that is, is found once of each two shapes."""
+    find_anew = semantic.broadcast_impl_value
+
+    @cache
+    def common(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+        """None: they have none, or one of them lacks dimensions."""
+        pairs = list(zip(left, right, strict=False))
+        fit = len(left) == len(right) and all(1 in pair or pair[0] == pair[1] for pair in pairs)
+        return tuple(b if a == 1 else a for a, b in pairs) if fit else None
+
+    def widened(value: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
+        if old == new:
+            return value
+        handle = semantic.builder.create_broadcast(value.handle, new)
+        return core.tensor(handle, core.block_type(value.type.scalar, list(new)))
+
+    def broadcast(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        left, right = lhs.type, rhs.type
+        if not (left.is_block() and right.is_block()):
+            return find_anew(lhs, rhs) if left.is_block() or right.is_block() else (lhs, rhs)
+        if left.shape is right.shape:
+            return lhs, rhs
+        left, right = tuple(left.shape.values), tuple(right.shape.values)
+        shape = common(left, right)
+        if shape is None:
+            return find_anew(lhs, rhs)
+        return widened(lhs, left, shape), widened(rhs, right, shape)
+
+    return broadcast
+
+
+def _check_operands(semantic: Any, core: Any, broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Operands of one dtype are computed in it: none is cast."""
+    check_anew = semantic.binary_op_type_checking_impl
+    kept: dict[str, bool] = {}  # name of a dtype -> whether all that is done with two of it is
+
+    def is_kept(dtype: Any) -> bool:
+        if dtype.name not in kept:
+            kept[dtype.name] = dtype.is_int() or dtype.is_fp32() or dtype.is_fp64()
+        return kept[dtype.name]
+
+    def check(lhs: Any, rhs: Any, *args: Any, **named: Any) -> Any:
+        if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
+            dtype = lhs.dtype
+            if dtype.name == rhs.dtype.name and is_kept(dtype):
+                return broadcast(lhs, rhs)
+        return check_anew(lhs, rhs, *args, **named)
+
+    return check
+
+
+def _cast(cast_anew: Callable[..., Any]) -> Callable[..., Any]:
+    def cast(value: Any, dtype: Any, fp_downcast_rounding: str | None = None) -> Any:
+        if value.type.scalar is dtype.scalar:
+            return value
+        return cast_anew(value, dtype, fp_downcast_rounding)
+
+    return cast
 
 
 def _np_dtypes(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -59,14 +151,17 @@ def _init_of_tensor(core: Any) -> Callable[..., None]:
 
 
 def _init_of_block(init_anew: Callable[..., None]) -> Callable[..., None]:
-    """What `block_type.__init__` does, once for each type of items and each shape."""
+    """What `block_type.__init__` does, once for each type of items and each shape, with one object
+    for each shape."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
 
     def init(block: Any, element_ty: Any, shape: Any) -> None:
         sizes = [getattr(size, "value", size) for size in shape]
         key = (element_ty.name, *sizes)
         if key not in found:
             init_anew(block, element_ty, shape)
+            block.shape = shapes.setdefault(tuple(sizes), block.shape)
             found[key] = dict(vars(block))
         vars(block).update(found[key], element_ty=element_ty)
 
