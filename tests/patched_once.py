@@ -42,6 +42,8 @@ def _replaced(interpreter: Any) -> list[tuple[Any, str, Any]]:
         (semantic, "broadcast_impl_value", broadcast),
         (semantic, "binary_op_type_checking_impl", _check_operands(semantic, core, broadcast)),
         (semantic, "cast", _cast(semantic.cast)),
+        (core, "_unwrap_if_constexpr", _unwrap(core)),
+        (interpreter.TensorHandle, "__post_init__", _check_size(interpreter.TensorHandle)),
     ]
 
 
@@ -79,10 +81,17 @@ def _broadcast(semantic: Any, core: Any) -> Callable[..., tuple[Any, Any]]:
         handle = semantic.builder.create_broadcast(value.handle, new)
         return core.tensor(handle, core.block_type(value.type.scalar, list(new)))
 
+    def splat(value: Any, like: Any) -> Any:
+        alike = value.type.name == like.scalar.name
+        block = like if alike else core.block_type(value.type, list(like.shape.values))
+        return core.tensor(semantic.builder.create_splat(block, value.handle), block)
+
     def broadcast(lhs: Any, rhs: Any) -> tuple[Any, Any]:
         left, right = lhs.type, rhs.type
-        if not (left.is_block() and right.is_block()):
-            return find_anew(lhs, rhs) if left.is_block() or right.is_block() else (lhs, rhs)
+        if not left.is_block():
+            return splat(lhs, right) if right.is_block() else lhs, rhs
+        if not right.is_block():
+            return lhs, splat(rhs, left)
         if left.shape is right.shape:
             return lhs, rhs
         left, right = tuple(left.shape.values), tuple(right.shape.values)
@@ -95,21 +104,38 @@ def _broadcast(semantic: Any, core: Any) -> Callable[..., tuple[Any, Any]]:
 
 
 def _check_operands(semantic: Any, core: Any, broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Operands of one dtype are computed in it: none is cast."""
+    """Operands of one dtype are computed in it: none is cast; numbers become of a tensor's dtype
+    where it can say what they are, and offsets of pointers stay as they are."""
     check_anew = semantic.binary_op_type_checking_impl
-    kept: dict[str, bool] = {}  # name of a dtype -> whether all that is done with two of it is
+    kept: dict[str, tuple[bool, tuple[type, ...]]] = {}
 
-    def is_kept(dtype: Any) -> bool:
+    def kept_of(dtype: Any) -> tuple[bool, tuple[type, ...]]:
+        """Whether what is computed of two of a dtype is of it, and of what numbers besides."""
         if dtype.name not in kept:
-            kept[dtype.name] = dtype.is_int() or dtype.is_fp32() or dtype.is_fp64()
+            is_float = dtype.is_fp32() or dtype.is_fp64()
+            numbers = (int, float) if is_float else (int,) if dtype.name != "int1" else ()
+            is_kept = is_float or dtype.is_int()
+            kept[dtype.name] = is_kept, numbers if is_kept else ()
         return kept[dtype.name]
 
-    def check(lhs: Any, rhs: Any, *args: Any, **named: Any) -> Any:
-        if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
+    def check(
+        lhs: Any,
+        rhs: Any,
+        lhs_pointer: bool = False,
+        rhs_pointer: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        if isinstance(lhs, core.tensor):
             dtype = lhs.dtype
-            if dtype.name == rhs.dtype.name and is_kept(dtype):
-                return broadcast(lhs, rhs)
-        return check_anew(lhs, rhs, *args, **named)
+            if isinstance(rhs, core.tensor):
+                if dtype.name == rhs.dtype.name and kept_of(dtype)[0]:
+                    return broadcast(lhs, rhs)
+                if lhs_pointer and dtype.is_ptr() and rhs.dtype.is_int():
+                    return broadcast(lhs, rhs)
+            elif arithmetic_check and type(rhs) in kept_of(dtype)[1]:
+                return broadcast(lhs, semantic._cast_to_computation_type(rhs, dtype))
+        return check_anew(lhs, rhs, lhs_pointer, rhs_pointer, arithmetic_check, div_or_mod)
 
     return check
 
@@ -121,6 +147,32 @@ def _cast(cast_anew: Callable[..., Any]) -> Callable[..., Any]:
         return cast_anew(value, dtype, fp_downcast_rounding)
 
     return cast
+
+
+def _unwrap(core: Any) -> Callable[[Any], Any]:
+    unwrap_anew = core._unwrap_if_constexpr
+    plain = {core.tensor, core.dtype, int, float, bool, str, type(None)}
+
+    def unwrap(value: Any) -> Any:
+        if type(value) in plain:
+            return value
+        return value.value if type(value) is core.constexpr else unwrap_anew(value)
+
+    return unwrap
+
+
+def _check_size(handle: Any) -> Callable[[Any], None]:
+    """Whether an array's items fit a dtype, once of each two."""
+    check_anew = handle.__post_init__
+    fit: set[tuple[int, str]] = set()
+
+    def check(self: Any) -> None:
+        asked = self.data.itemsize, self.dtype.name
+        if asked not in fit:
+            check_anew(self)
+            fit.add(asked)
+
+    return check
 
 
 def _np_dtypes(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
