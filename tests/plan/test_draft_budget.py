@@ -276,8 +276,10 @@ def test_the_bundled_head_takes_no_requests_from_a_cpu():
 
 def test_graphs_are_planned_for_the_requests_that_draft():
     asked = {"algorithm": "EAGLE3", "max_num_seqs": 32}
-    fits = [planned("bundled", CPU, speculative_max_batch=n, **asked)[1] for n in (1, 8, 32)]
+    most = (1, 8, 24, 32)
+    fits = [planned("bundled", CPU, speculative_max_batch=n, **asked)[1] for n in (*most, 20)]
     plain = planned("bundled", CPU, algorithm="off", max_num_seqs=32)[1].graphs_bytes
-    graphs = [fit.graphs_bytes for fit in fits]
-    assert plain < graphs[0] < graphs[1] < graphs[2]
+    *graphs, of_20 = [fit.graphs_bytes for fit in fits]
+    assert plain < graphs[0] < graphs[1] < graphs[2] < graphs[3]
     assert graphs[0] < 1.25 * plain
+    assert of_20 == graphs[2]  # what their rounds are padded to

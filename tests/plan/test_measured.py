@@ -9,7 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from paceline.llm import boot
 from paceline.llm.boot import Knobs
+from paceline.llm.draft_self_test import check_drafter
 from paceline.llm.llm import LLM
 from paceline.runner.recording.graphs import AHEAD
 
@@ -122,6 +124,19 @@ def test_graphs_of_every_sampler_stay_within_the_plan():
                 llm.generate([[5, 6, 7]] * batch, {"max_tokens": 4, **params})
         planned = llm.report()["memory"]["planned"]["graphs_bytes"]
         assert 0 < llm.engine._runner._graphs.bytes_used <= planned
+
+
+def test_every_graph_of_the_bundled_model_fits_the_plan(monkeypatch):
+    """Its self-test at boot, of rounds that no request is served with, asks for none."""
+    monkeypatch.setattr(boot, "check_drafter", check_drafter)  # whoever booted it before
+    with LLM("bundled", threads=1) as llm:
+        assert llm.engine._runner.graphs_captured == 0
+        for batch in (1, 3):
+            params = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+            llm.generate([[5, 6, 7]] * batch, params)
+        kinds = {graph.is_round for graph in llm.engine._runner._graphs.graphs}
+        assert kinds == {True, False}
+        assert not llm.report()["events"]
 
 
 def test_the_table_is_logged_after_loading(caplog):

@@ -123,6 +123,17 @@ def test_a_key_is_wanted_at_its_second_use() -> None:
     assert store.wants(key(2))
 
 
+def test_rounds_larger_than_are_served_get_no_graph() -> None:
+    events = EventLog()
+    store = GraphStore(SizedFactory(), reserve_factor=None, notify=events, largest_round=2)
+    two, three, four = (key(reqs, extend_len=4, is_round=True) for reqs in (2, 3, 4))
+    for each, wanted in ((two, True), (three, False), (key(3), True)):
+        assert [store.wants(each), store.wants(each)] == [False, wanted]
+    assert not store.wants(four)
+    assert store.owed() is None
+    assert not events.counts()
+
+
 def test_the_largest_graph_sizes_the_reserve() -> None:
     store = GraphStore(SizedFactory(), reserve_factor=3, notify=EventLog())
     assert store.bytes_reserved == 0

@@ -115,6 +115,7 @@ def decide(
         has_blocks=options.prompt_blocks,
         pooling=config.pooling,
         draft=shape_of(speculation),
+        max_drafting=options.speculative_max_batch,
         force_accept_len=None if speculation is None else speculation.forced,
         rejects=speculation is not None and speculation.acceptance == REJECTION,
     )

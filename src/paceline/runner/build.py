@@ -32,6 +32,7 @@ from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
 from paceline.runner.proposer import NOBODY, Proposer
+from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.recording.graphs import (
     RESERVE_FACTOR,
     CudaGraphFactory,
@@ -230,7 +231,7 @@ def wire_runner(
             pinned=pinned,
         ),
         graphs=_graph_store(limits, device, notify),
-        sizes=limits.graph_sizes(_EVERY_SIZE[device_type(device)]),
+        sizes=_graph_sizes(limits, device_type(device)),
         guard=Guard(parts, kv_len_bound=limits.kv_len_bound),
         sanitizer=Sanitizer(parts) if limits.sanitize else None,
     )
@@ -380,17 +381,38 @@ def _staging_bytes(limits: RunnerConfig, parts: Parts) -> int:
     return per_token * tokens + limits.padded_reqs * per_row + masks
 
 
+def _graph_sizes(limits: RunnerConfig, device: str) -> GraphSizes:
+    return limits.graph_sizes(_EVERY_SIZE[device])
+
+
+def largest_round(limits: RunnerConfig, device: str) -> int | None:
+    """Padded requests of the largest round that is served; None: of a step of all.  A drafter's
+    self-test has rounds of more.  device: "cpu" or "cuda"."""
+    if limits.max_drafting is None:
+        return None
+    size = _graph_sizes(limits, device).pad(limits.max_drafting, limits.draft.num_draft_tokens)
+    return None if size is None else size.reqs
+
+
 def _graph_store(limits: RunnerConfig, device: torch.device, notify: Notify) -> GraphStore | None:
     if not limits.capture:
         return None
+    most = largest_round(limits, device_type(device))
     if device_type(device) == "cuda":
         return GraphStore(
             CudaGraphFactory(),
             reserve_factor=RESERVE_FACTOR,
             notify=notify,
             policy=limits.capture_policy,
+            largest_round=most,
         )
     factory = RecordedGraphFactory(
         poison=limits.poison_graphs or limits.sanitize, limit_bytes=limits.recorded_bytes
     )
-    return GraphStore(factory, reserve_factor=None, notify=notify, policy=limits.capture_policy)
+    return GraphStore(
+        factory,
+        reserve_factor=None,
+        notify=notify,
+        policy=limits.capture_policy,
+        largest_round=most,
+    )

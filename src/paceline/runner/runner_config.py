@@ -38,6 +38,7 @@ class RunnerConfig:
     overlay_slots: int = 0  # input rows in place of embeddings that requests hold at once
     has_blocks: bool = False  # prompts may have blocks, whose tokens see one another
     draft: DraftShape = NO_DRAFTS  # of a proposer's rounds
+    max_drafting: int | None = None  # requests of a round that is served; None: all
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
     logits_processors: tuple[LogitsProcessor, ...] = ()  # behind the built-in ones

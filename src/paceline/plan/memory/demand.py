@@ -36,6 +36,7 @@ from paceline.plan.memory.rehearsal import (
     steps_held,
 )
 from paceline.plan.speculation import Speculation, all_groups
+from paceline.runner.build import largest_round
 from paceline.runner.recording.graphs import RESERVE_FACTOR
 from paceline.runner.sanitizer.dead_slots import held_bytes
 
@@ -150,7 +151,7 @@ class _Rehearsal:
         self._device = device
         self._limits = decided.limits
         # On a GPU a round of all is captured at boot, however many draft at a time.
-        self._drafting = options.speculative_max_batch if device.device_type == "cpu" else None
+        self._drafting = largest_round(self._limits, "cpu") if device.device_type == "cpu" else None
         self._seen = rehearse(
             decided,
             Declared.by(backend or load_backend("torch")),

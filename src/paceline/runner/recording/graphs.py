@@ -183,6 +183,8 @@ class GraphStore:
     A key that needs storage of its own stays eager when the reserve is short, with an event.
     reserve_factor: the reserve, as a multiple of the graphs captured at boot; None: the factory
     knows its limit, and a graph that would pass it is not kept.
+    largest_round: padded requests; larger ones, which are not served, get no graph on use; None:
+    all are served.
     """
 
     def __init__(
@@ -192,9 +194,11 @@ class GraphStore:
         reserve_factor: int | None,
         notify: Notify,
         policy: CapturePolicy = AHEAD,
+        largest_round: int | None = None,
     ) -> None:
         self.factory = factory
         self.policy = policy
+        self._largest_round = largest_round
         self._reserve_factor = reserve_factor
         self._notify = notify
         self._too_large: set[GraphKey] = set()
@@ -223,6 +227,8 @@ class GraphStore:
 
     def wants(self, key: GraphKey) -> bool:
         """Count a use of a key that is not captured; True when it should be captured now."""
+        if not self._is_served(key):
+            return False
         self._uses[key] = self._uses.get(key, 0) + 1
         if self._uses[key] < self.policy.on_use or key in self._too_large:
             return False
@@ -251,6 +257,10 @@ class GraphStore:
             ),
             None,
         )
+
+    def _is_served(self, key: GraphKey) -> bool:
+        most = self._largest_round
+        return not key.is_round or most is None or key.padded_reqs <= most
 
     def _fits(self, key: GraphKey) -> bool:
         """Whether the reserve has room for it."""
