@@ -10,8 +10,9 @@ from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels.moe_align import Alignment, max_blocks
 
 _FEW = (16, 128)  # pairs up to which they are compared with one another; each is compiled
-_CHUNK = 128  # of more pairs, what one program places, comparing pair by pair
-_TILE = 2048  # of more pairs, what is counted at a time
+# (more pairs up to which it serves, pairs that one program places, comparing pair by pair, pairs
+# counted at a time, warps)
+_MANY = ((1024, 64, 1024, 4), (1 << 31, 128, 2048, 8))
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
@@ -23,31 +24,38 @@ def _moe_align_few_kernel(
     max_blocks,
     BLOCK_ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
+    LAST: tl.constexpr,  # more than any expert
     OVERLAPPED: tl.constexpr,
 ):
-    """One program compares every pair with every other, and so counts no expert that has none."""
+    """One program, whose threads have a pair each and compare it with every other: experts, of which
+    most have none, are not counted."""
     place = tl.arange(0, PAIRS)
     live = place < num_pairs
     wait_for_inputs(OVERLAPPED)
     # Behind all experts where there is no pair.
-    ids = tl.load(expert_ids_ptr + place, mask=live, other=0x7FFFFFFF)
+    ids = tl.load(expert_ids_ptr + place, mask=live, other=LAST)
     let_next_start(OVERLAPPED)
-    mine, theirs = ids[:, None], ids[None, :]
-    is_same, is_before = mine == theirs, theirs < mine
-    rank = tl.sum((is_same & (place[:, None] > place[None, :])).to(tl.int32), axis=1)
-    begin = tl.sum(is_before.to(tl.int32), axis=1)
-    end = begin + tl.sum(is_same.to(tl.int32), axis=1)
-    tl.store(order_ptr + begin + rank, place, mask=live)
+    rank = tl.zeros((PAIRS,), tl.int32)
+    for other in tl.static_range(PAIRS):
+        theirs = tl.load(expert_ids_ptr + other, mask=other < num_pairs, other=LAST)
+        rank += ((theirs < ids) | ((theirs == ids) & (other < place))).to(tl.int32)
+    tl.store(order_ptr + rank, place, mask=live)
+    tl.debug_barrier()  # what one thread wrote another reads
 
-    # The pair that opens a block describes it; as many as open before it have blocks before its.
-    their_rank = tl.sum((is_same & (place[:, None] < place[None, :])).to(tl.int32), axis=0)
-    they_open = live & (their_rank % BLOCK_ROWS == 0)
-    block = tl.sum((is_before & they_open[None, :]).to(tl.int32), axis=1) + rank // BLOCK_ROWS
-    opens = live & (rank % BLOCK_ROWS == 0)
-    row_ptr = blocks_ptr + block * 3
-    tl.store(row_ptr, ids, mask=opens)
-    tl.store(row_ptr + 1, begin + rank, mask=opens)
-    tl.store(row_ptr + 2, tl.minimum(begin + rank + BLOCK_ROWS, end), mask=opens)
+    # From here on as ordered.
+    pair = tl.load(order_ptr + place, mask=live, other=0)
+    expert = tl.load(expert_ids_ptr + pair, mask=live, other=LAST)
+    begin = tl.zeros((PAIRS,), tl.int32)
+    end = begin
+    for other in tl.static_range(PAIRS):
+        theirs = tl.load(expert_ids_ptr + other, mask=other < num_pairs, other=LAST)
+        begin += (theirs < expert).to(tl.int32)
+        end += (theirs <= expert).to(tl.int32)
+    opens = live & ((place - begin) % BLOCK_ROWS == 0)
+    row_ptr = blocks_ptr + (tl.cumsum(opens.to(tl.int32), axis=0) - 1) * 3
+    tl.store(row_ptr, expert, mask=opens)
+    tl.store(row_ptr + 1, place, mask=opens)
+    tl.store(row_ptr + 2, tl.minimum(place + BLOCK_ROWS, end), mask=opens)
     is_empty = (place >= tl.sum(opens.to(tl.int32), axis=0)) & (place < max_blocks)
     for field in tl.static_range(3):
         tl.store(blocks_ptr + place * 3 + field, 0, mask=is_empty)
@@ -143,13 +151,15 @@ def launch_moe_align(expert_ids: Tensor, num_experts: int, block_rows: int) -> A
             blocks,
             BLOCK_ROWS=block_rows,
             PAIRS=few,
-            num_warps=8 if few > 16 else 1,
+            LAST=next_power_of_2(num_experts),
+            num_warps=4 if few > 16 else 1,
             **overlap_options(expert_ids.device, _moe_align_few_kernel),
         )
         return made
+    chunk, tile, warps = next(size for most, *size in _MANY if num_pairs <= most)
     launch(
         _moe_align_kernel,
-        (cdiv(num_pairs, _CHUNK),),
+        (cdiv(num_pairs, chunk),),
         expert_ids,
         *made,
         num_pairs,
@@ -157,9 +167,9 @@ def launch_moe_align(expert_ids: Tensor, num_experts: int, block_rows: int) -> A
         NUM_EXPERTS=num_experts,
         BLOCK_ROWS=block_rows,
         BINS=max(32, next_power_of_2(num_experts + 1)),
-        TILE=_TILE,
-        CHUNK=_CHUNK,
-        num_warps=8,
+        TILE=tile,
+        CHUNK=chunk,
+        num_warps=warps,
         **overlap_options(expert_ids.device, _moe_align_kernel),
     )
     return made
