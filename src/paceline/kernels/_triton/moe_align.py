@@ -27,8 +27,8 @@ def _moe_align_few_kernel(
     LAST: tl.constexpr,  # more than any expert
     OVERLAPPED: tl.constexpr,
 ):
-    """One program, whose threads have a pair each and compare it with every other: experts, of which
-    most have none, are not counted."""
+    """One program, whose threads each compare a pair with every other: no expert is counted, of
+    which most have none."""
     place = tl.arange(0, PAIRS)
     live = place < num_pairs
     wait_for_inputs(OVERLAPPED)
