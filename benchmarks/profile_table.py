@@ -42,7 +42,7 @@ NAMES = (
     ),
     ("norm", r"norm"),
     ("rope", r"rope|write_kv|rotary"),
-    ("act", r"act_and_mul|silu|gelu"),
+    ("act", r"act_and_mul|silu|gelu|sigmoid_gate"),
     ("product", r"nvjet|gemm|gemv|cutlass|cublas|_one_token_kernel|_few_tokens_kernel|linear"),
     ("product", r"packed_(one|few|more|many)_kernel|_skinny_scaled_kernel"),
     ("operand", r"_unpack_weight|_round_rows"),

@@ -9,6 +9,7 @@ from paceline.kernels._triton.moe_align import launch_moe_align
 from paceline.kernels.moe_align import moe_align_reference
 from paceline.kernels.moe_experts import moe_experts, moe_experts_reference
 from paceline.kernels.moe_route import Routing, moe_route, moe_route_reference
+from paceline.kernels.sigmoid_gate import sigmoid_gate
 
 # Warnings of drivers and compilers are shown and fail nothing.
 pytestmark = [
@@ -72,10 +73,15 @@ def test_experts_without_tokens_are_not_read(tokens: int) -> None:
     assert expected.isfinite().all()
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 64, 1000, 8192])
+@pytest.mark.parametrize(
+    ("tokens", "experts"),
+    [(1, 128), (5, 128), (12, 512), (64, 128), (64, 512), (1000, 128), (8192, 128)],
+)
 @pytest.mark.parametrize("live", [None, 9])
-def test_routing_and_alignment_equal_their_references(tokens: int, live: int | None) -> None:
-    logits = torch.randn(tokens, 128, device="cuda")
+def test_routing_and_alignment_equal_their_references(
+    tokens: int, experts: int, live: int | None
+) -> None:
+    logits = torch.randn(tokens, experts, device="cuda")
     if live is not None:
         logits[:, live:] -= 100.0
     for renormalize in (False, True):
@@ -84,10 +90,19 @@ def test_routing_and_alignment_equal_their_references(tokens: int, live: int | N
         assert torch.equal(found.expert_ids, wanted.expert_ids)
         torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)
     for rows in (16, 64, 128):
-        aligned = launch_moe_align(found.expert_ids, 128, rows)
-        expected = moe_align_reference(found.expert_ids, 128, rows)
+        aligned = launch_moe_align(found.expert_ids, experts, rows)
+        expected = moe_align_reference(found.expert_ids, experts, rows)
         assert torch.equal(aligned.order, expected.order)
         assert torch.equal(aligned.blocks, expected.blocks)
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_sigmoid_gates_are_those_of_torch(tokens: int) -> None:
+    x = torch.randn(tokens, 16, 256, device="cuda").bfloat16()
+    rows = torch.randn(tokens, 16, 512, device="cuda").bfloat16() * 4.0
+    for gate in (rows[..., 256:], rows[:, :1, :1]):
+        found = sigmoid_gate(x, gate).view(x.shape)
+        torch.testing.assert_close(found, x * gate.sigmoid(), rtol=2**-6, atol=0.0)
 
 
 @pytest.mark.parametrize("tokens", [1, 64])

@@ -20,6 +20,7 @@ from paceline.kernels.gated_norm import (
     gated_norm,
     gated_norm_reference,
 )
+from paceline.kernels.sigmoid_gate import sigmoid_gate
 
 EPS = 1e-5
 TOKENS, PARTS, SIDE_BY_SIDE, DIM = 5, 2, 2, 6
@@ -48,6 +49,26 @@ def test_gates_are_those_of_transformers() -> None:
     each.weight = torch.nn.Parameter(weight[:DIM], requires_grad=False)
     wanted = each(heads.reshape(-1, DIM), gates.reshape(-1, DIM)).view(TOKENS, -1)
     assert torch.equal(gated_head_norm(heads, gates, weight[:DIM], eps=EPS), wanted)
+
+
+def test_a_sigmoid_gates_heads_and_whole_tokens() -> None:
+    from paceline.kernels._triton.sigmoid_gate import launch_sigmoid_gate
+
+    x, both = strided(TOKENS, 3, 430), strided(TOKENS, 3, 860, seed=1)  # two blocks of a row
+    for gate in (both[:, :, 430:], strided(TOKENS, 1, 1, seed=2)):
+        wanted = x * torch.sigmoid(gate)
+        assert torch.equal(sigmoid_gate(x, gate), wanted.flatten(1))
+        out = torch.full((TOKENS, 1290), torch.nan, dtype=x.dtype)
+        launch_sigmoid_gate(x, gate, out)
+        torch.testing.assert_close(out.view(x.shape), wanted, rtol=2 * ULP, atol=0.0)  # two cuts
+
+
+def test_what_is_no_gate_is_named() -> None:
+    x = noise(2, 3, 4)
+    with pytest.raises(KernelArgumentError, match=r"gate must be .* or \[2, 1, 1\]"):
+        sigmoid_gate(x, noise(2, 3, 1))
+    with pytest.raises(KernelArgumentError, match=r"x must be \[tokens, heads, dim\]"):
+        sigmoid_gate(x[0], x[0])
 
 
 @pytest.mark.parametrize("groups", [1, 4])

@@ -48,6 +48,27 @@ def test_tiles_are_wide_where_so_many_features_come_out() -> None:
         assert fits_skinny(x, torch.empty(16384, 192, device=meta, dtype=dtype), parts=2)
 
 
+def test_a_weight_of_few_long_rows_is_held_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """19 rows for 4 programs: of each 3 in registers, and 1 or 2 through the ring."""
+    from paceline.kernels._triton import skinny_linear as kernel
+
+    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 1)
+    x, weight, bias = operands(1, 19, 5120, dtype=torch.float16)
+    launched, launch = list[object](), kernel.launch
+
+    def noted(jitted: object, *args: object, **options: object) -> None:
+        launched.append(jitted)
+        launch(jitted, *args, **options)
+
+    monkeypatch.setattr(kernel, "launch", noted)
+    for given in (bias, None):
+        exact = skinny_linear_reference(x, weight, given, None)
+        torch.testing.assert_close(skinny_linear(x, weight, given), exact, rtol=4e-3, atol=0.02)
+    assert launched == [kernel._held_linear_kernel] * 2
+    few = skinny_linear(x, weight[:7], None)  # not as many as are held
+    torch.testing.assert_close(few, exact[:, :7], rtol=4e-3, atol=0.02)
+
+
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_split_products_add_all_parts_and_leave_their_counters_zero(tokens: int) -> None:
     x, weight, bias = operands(tokens, 128, 512, dtype=torch.float16)

@@ -10,6 +10,7 @@ from paceline.core.parallel import Parallel, whole
 from paceline.kernels.moe_choose import moe_choose
 from paceline.kernels.moe_experts import SwiGLU
 from paceline.kernels.moe_route import Routing, moe_route
+from paceline.kernels.sigmoid_gate import sigmoid_gate
 from paceline.layers.linear import Linear
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.rank_sum import RankSum, summed
@@ -50,7 +51,9 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor, gated: Tensor) -> Tensor:
         """x [tokens, hidden], `gated` of it -> [tokens, hidden]."""
         out: Tensor = self.mlp.down(gated)
-        return out if self.gate is None else self.gate(x).sigmoid_() * out
+        if self.gate is None:
+            return out
+        return sigmoid_gate(out.unsqueeze(1), self.gate(x).unsqueeze(1))
 
 
 class SparseMLP(nn.Module):

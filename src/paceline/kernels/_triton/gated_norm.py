@@ -8,6 +8,7 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 
 _BLOCK = 1024  # numbers of a program, where a group has no more
+_FEW = 32  # programs
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -29,6 +30,7 @@ def _gated_norm_kernel(
     ORDER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    ARE_FEW: tl.constexpr,  # programs
     OVERLAPPED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -38,8 +40,12 @@ def _gated_norm_kernel(
     if weight_ptr is not None:
         weight_ptrs = weight_ptr + (group % WEIGHTS * DIM)[:, None] + cols[None, :]
         weight = tl.load(weight_ptrs, mask=mask, other=0.0).to(tl.float32)
+    # A few programs take nobody's place: what follows may ask for its weights meanwhile.
+    if ARE_FEW:
+        let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
-    let_next_start(OVERLAPPED)
+    if not ARE_FEW:
+        let_next_start(OVERLAPPED)
     y_ptrs = y_ptr + (token * stride_y_token + group * stride_y_group)[:, None] + cols[None, :]
     given = tl.load(y_ptrs, mask=mask, other=0.0)
     part, beside = group // SIDE_BY_SIDE, group % SIDE_BY_SIDE
@@ -79,9 +85,10 @@ def launch_gated_norm(
     parts = z.shape[1] if z.dim() == 3 else 1
     block_dim = next_power_of_2(dim)
     block_rows = max(1, _BLOCK // block_dim)
+    programs = cdiv(tokens * groups, block_rows)
     launch(
         _gated_norm_kernel,
-        (cdiv(tokens * groups, block_rows),),
+        (programs,),
         y,
         z,
         weight,
@@ -99,6 +106,7 @@ def launch_gated_norm(
         ORDER=order,
         BLOCK_ROWS=block_rows,
         BLOCK_DIM=block_dim,
+        ARE_FEW=programs <= _FEW,
         num_warps=min(max(block_rows * block_dim // 512, 1), 16),
         **overlap_options(y.device, _gated_norm_kernel),
     )

@@ -5,14 +5,65 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import launch
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels.moe_align import Alignment, max_blocks
 
-# (pairs up to which it serves, pairs that one program places, pairs counted at a time).  Few sizes,
-# as each is compiled.  What one program places is compared pair by pair.
-_SIZES = ((16, 16, 128), (128, 128, 128), (1 << 31, 128, 2048))
-_MAP = 64  # blocks that one program describes at a time
+_FEW = (16, 128)  # pairs up to which they are compared with one another; each is compiled
+# (more pairs up to which it serves, pairs that one program places, comparing pair by pair, pairs
+# counted at a time, warps)
+_MANY = ((1024, 64, 1024, 4), (1 << 31, 128, 2048, 8))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
+def _moe_align_few_kernel(
+    expert_ids_ptr,  # [num_pairs] int32
+    order_ptr,  # [num_pairs] int32
+    blocks_ptr,  # [max_blocks, 3] int32
+    num_pairs,
+    max_blocks,
+    BLOCK_ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BESIDE: tl.constexpr,  # pairs asked for at a time
+    LAST: tl.constexpr,  # more than any expert
+    OVERLAPPED: tl.constexpr,
+):
+    """One program, whose threads each compare a pair with every other: no expert is counted, of
+    which most have none."""
+    place = tl.arange(0, PAIRS)
+    live = place < num_pairs
+    wait_for_inputs(OVERLAPPED)
+    # Behind all experts where there is no pair.
+    ids = tl.load(expert_ids_ptr + place, mask=live, other=LAST)
+    let_next_start(OVERLAPPED)
+    rank = tl.zeros((PAIRS,), tl.int32)
+    for start in range(0, num_pairs, BESIDE):
+        for beside in tl.static_range(BESIDE):
+            other = start + beside
+            theirs = tl.load(expert_ids_ptr + other, mask=other < num_pairs, other=LAST)
+            rank += ((theirs < ids) | ((theirs == ids) & (other < place))).to(tl.int32)
+    tl.store(order_ptr + rank, place, mask=live)
+    tl.debug_barrier()  # what one thread wrote another reads
+
+    # From here on as ordered.
+    pair = tl.load(order_ptr + place, mask=live, other=0)
+    expert = tl.load(expert_ids_ptr + pair, mask=live, other=LAST)
+    begin = tl.zeros((PAIRS,), tl.int32)
+    end = begin
+    for start in range(0, num_pairs, BESIDE):
+        for beside in tl.static_range(BESIDE):
+            other = start + beside
+            theirs = tl.load(expert_ids_ptr + other, mask=other < num_pairs, other=LAST)
+            begin += (theirs < expert).to(tl.int32)
+            end += (theirs <= expert).to(tl.int32)
+    opens = live & ((place - begin) % BLOCK_ROWS == 0)
+    row_ptr = blocks_ptr + (tl.cumsum(opens.to(tl.int32), axis=0) - 1) * 3
+    tl.store(row_ptr, expert, mask=opens)
+    tl.store(row_ptr + 1, place, mask=opens)
+    tl.store(row_ptr + 2, tl.minimum(place + BLOCK_ROWS, end), mask=opens)
+    is_empty = (place >= tl.sum(opens.to(tl.int32), axis=0)) & (place < max_blocks)
+    for field in tl.static_range(3):
+        tl.store(blocks_ptr + place * 3 + field, 0, mask=is_empty)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
@@ -27,13 +78,14 @@ def _moe_align_kernel(
     BINS: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    MAP: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    """Every program counts all pairs, and those before its own chunk: no program waits."""
+    """Every program counts all pairs, and those before its own chunk: no program waits for one."""
     first = tl.program_id(0) * CHUNK
     bins = tl.arange(0, BINS)
     totals = tl.zeros((BINS,), tl.int32)
     before = tl.zeros((BINS,), tl.int32)
+    wait_for_inputs(OVERLAPPED)
     for start in range(0, num_pairs, TILE):
         at = start + tl.arange(0, TILE)
         ids = tl.load(expert_ids_ptr + at, mask=at < num_pairs, other=NUM_EXPERTS)
@@ -43,6 +95,7 @@ def _moe_align_kernel(
             before += counts
         elif start < first:
             before += tl.histogram(tl.where(at < first, ids, NUM_EXPERTS), BINS)
+    let_next_start(OVERLAPPED)
     starts = tl.cumsum(totals, axis=0) - totals
 
     places = tl.arange(0, CHUNK)
@@ -50,27 +103,24 @@ def _moe_align_kernel(
     mine = tl.load(expert_ids_ptr + first + places, mask=live, other=NUM_EXPERTS)
     is_earlier = (mine[:, None] == mine[None, :]) & (places[:, None] > places[None, :])
     rank = tl.sum(is_earlier.to(tl.int32), axis=1)
-    is_mine = mine[:, None] == bins[None, :]
-    base = tl.sum(tl.where(is_mine, (starts + before)[None, :], 0), axis=1)
+    base = tl.gather(starts + before, mine, axis=0)
     tl.store(order_ptr + base + rank, first + places, mask=live)
 
+    # Every expert's first block, second, and so on; programs take turns.
     spans = tl.where(bins < NUM_EXPERTS, (totals + BLOCK_ROWS - 1) // BLOCK_ROWS, 0)
-    ends = tl.cumsum(spans, axis=0)
-    for tile in range(tl.program_id(0) * MAP, max_blocks, tl.num_programs(0) * MAP):
-        block = tile + tl.arange(0, MAP)
-        is_past = (ends[None, :] <= block[:, None]) & (bins < NUM_EXPERTS)[None, :]
-        expert = tl.sum(is_past.to(tl.int32), axis=1)
-        owns = expert[:, None] == bins[None, :]
-        origin = tl.sum(tl.where(owns, (starts - (ends - spans) * BLOCK_ROWS)[None, :], 0), axis=1)
-        stop = tl.sum(tl.where(owns, (starts + totals)[None, :], 0), axis=1)
-        begin = origin + block * BLOCK_ROWS
-        is_live = expert < NUM_EXPERTS
-        row_ptr = blocks_ptr + block * 3
-        exists = block < max_blocks
-        tl.store(row_ptr, tl.where(is_live, expert, 0), mask=exists)
-        tl.store(row_ptr + 1, tl.where(is_live, begin, 0), mask=exists)
-        end = tl.minimum(begin + BLOCK_ROWS, stop)
-        tl.store(row_ptr + 2, tl.where(is_live, end, 0), mask=exists)
+    row_ptr = blocks_ptr + (tl.cumsum(spans, axis=0) - spans) * 3
+    for turn in range(tl.program_id(0), tl.max(spans, axis=0), tl.num_programs(0)):
+        exists = turn < spans
+        begin = starts + turn * BLOCK_ROWS
+        tl.store(row_ptr + turn * 3, bins, mask=exists)
+        tl.store(row_ptr + turn * 3 + 1, begin, mask=exists)
+        end = tl.minimum(begin + BLOCK_ROWS, starts + totals)
+        tl.store(row_ptr + turn * 3 + 2, end, mask=exists)
+    used = tl.sum(spans, axis=0)
+    for tile in range(used + tl.program_id(0) * CHUNK, max_blocks, tl.num_programs(0) * CHUNK):
+        block = tile + places
+        for field in tl.static_range(3):
+            tl.store(blocks_ptr + block * 3 + field, 0, mask=block < max_blocks)
 
 
 @triton.jit
@@ -95,7 +145,24 @@ def launch_moe_align(expert_ids: Tensor, num_experts: int, block_rows: int) -> A
         torch.empty(num_pairs, dtype=torch.int32, device=expert_ids.device),
         torch.empty(blocks, 3, dtype=torch.int32, device=expert_ids.device),
     )
-    chunk, tile = next((chunk, tile) for most, chunk, tile in _SIZES if num_pairs <= most)
+    few = next((most for most in _FEW if num_pairs <= most), None)
+    if few is not None:
+        launch(
+            _moe_align_few_kernel,
+            (1,),
+            expert_ids,
+            *made,
+            num_pairs,
+            blocks,
+            BLOCK_ROWS=block_rows,
+            PAIRS=few,
+            BESIDE=16,
+            LAST=next_power_of_2(num_experts),
+            num_warps=4 if few > 16 else 1,
+            **overlap_options(expert_ids.device, _moe_align_few_kernel),
+        )
+        return made
+    chunk, tile, warps = next(size for most, *size in _MANY if num_pairs <= most)
     launch(
         _moe_align_kernel,
         (cdiv(num_pairs, chunk),),
@@ -108,7 +175,7 @@ def launch_moe_align(expert_ids: Tensor, num_experts: int, block_rows: int) -> A
         BINS=max(32, next_power_of_2(num_experts + 1)),
         TILE=tile,
         CHUNK=chunk,
-        MAP=_MAP,
-        num_warps=8 if chunk > 16 else 4,
+        num_warps=warps,
+        **overlap_options(expert_ids.device, _moe_align_kernel),
     )
     return made

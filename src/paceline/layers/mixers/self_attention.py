@@ -10,6 +10,7 @@ from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel, Span, whole
 from paceline.kernels.rope import Rope, rope_reference
 from paceline.kernels.rope_write_kv import HeadNorms
+from paceline.kernels.sigmoid_gate import sigmoid_gate
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear, QKVLinear
 from paceline.layers.rank_sum import Unsummed, mean_squares, summed
@@ -130,7 +131,7 @@ class GatedAttention(SelfAttention):
         rows, k, v = self.project(x)
         q, gate = rows.unflatten(1, (-1, 2)).unbind(2)
         attended = self.attend(q, k, v, positions, ctx)
-        out: Tensor | Unsummed = self.out((attended * gate.sigmoid()).flatten(1))
+        out: Tensor | Unsummed = self.out(sigmoid_gate(attended, gate))
         return out
 
 
