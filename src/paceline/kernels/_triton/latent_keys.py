@@ -73,13 +73,14 @@ def latent_scores(
     """
     zeros = tl.zeros([q_rest.shape[0], rest.shape[0]], tl.float32)
     if not IN_HALVES or always:
-        first, second = zeros, dot(q_rest, tl.trans(rest), zeros, WIDEN)
-        for part in tl.static_range(PARTS):
-            if part % 2 == 0:
-                first = dot(q[part], tl.trans(k[part]), first, WIDEN)
-            else:
-                second = dot(q[part], tl.trans(k[part]), second, WIDEN)
-        scores = first * scale + second * scale
+        scores = dot(q[0], tl.trans(k[0]), zeros, WIDEN)
+        for part in tl.static_range(2, PARTS, 2):
+            scores = dot(q[part], tl.trans(k[part]), scores, WIDEN)
+        scores *= scale
+        others = dot(q_rest, tl.trans(rest), zeros, WIDEN)
+        for part in tl.static_range(1, PARTS, 2):
+            others = dot(q[part], tl.trans(k[part]), others, WIDEN)
+        scores += others * scale
     else:
         scores = dot(q_rest, tl.trans(rest), zeros, WIDEN)
     return scores
