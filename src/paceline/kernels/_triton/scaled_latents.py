@@ -15,13 +15,20 @@ from paceline.kernels._triton.runtime import interpreted
 
 
 @triton.jit
+def _number_of(
+    byte,  # [keys, columns] int16, 0..255
+):
+    """float16; NaN, which the interpreter takes for 480."""
+    number = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), number)
+
+
+@triton.jit
 def _codes_by_bits(
     words,  # [keys, columns] int16
 ):
     """As `codes_of`, in operations that the interpreter knows."""
-    even = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    odd = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    return even, odd
+    return _number_of(words & 0xFF), _number_of((words >> 8) & 0xFF)
 
 
 @triton.jit
