@@ -30,6 +30,7 @@ from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
 from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
+from paceline.kernels.stand_in import multiprocessors
 from paceline.kernels.step_view import StepView
 from paceline.proof.emulators import flashinfer_mla, flashmla
 
@@ -153,16 +154,39 @@ def test_a_forward_of_what_no_host_plan_planned_is_refused() -> None:
         backend.forward(q, q, q, layer, plan, Part.ALL)
 
 
+def test_each_layer_reads_the_page_table_of_its_group() -> None:
+    view, cache = view_of([5, 70], [1, 1]), torch.randn(7, 64, 1, 576).bfloat16()
+    layer = LayerCache(
+        spec=replace(SPEC, group=1),
+        k_cache=cache,
+        v_cache=cache[..., :512],
+        k_scale=None,
+        v_scale=None,
+        sinks=None,
+    )
+    ((group,), other) = view.groups, view.groups[0].page_table.flip(0)
+    both = replace(view, groups=(replace(group, page_table=other), group))
+    q, backend = torch.randn(2, 4, 576).bfloat16(), FlashMLABackend(flashmla)
+    first = replace(layer, spec=SPEC)
+    alone, _ = backend.forward(q, q, q, first, flashmla_plan(view), Part.ALL)
+    of_two, _ = backend.forward(q, q, q, layer, flashmla_plan(both), Part.ALL)
+    assert torch.equal(of_two, alone)
+
+
 def test_steps_that_outgrow_a_schedule_are_refused_when_buffers_are_made() -> None:
+    """A unit for 64 or 128 rows of most heads and one for each request, and the processors."""
     backend = FlashInferMLABackend(flashinfer_mla)
-    most = replace(LIMITS, layers=(replace(SPEC, num_heads=128),), max_tokens=16384)
+    many, few = replace(SPEC, num_heads=128), replace(SPEC, num_heads=16)
+    room = 16384 - LIMITS.max_reqs - multiprocessors(LIMITS.device)
+    fits = replace(LIMITS, layers=(few, many), max_tokens=room)
     text = (
         "steps for attention backend flashinfer_mla must be of at most 16384 units of work, got "
-        r"\d+: 16384 tokens of 128 heads, 4 requests; lower --max-num-batched-tokens"
+        rf"16385: {room + 1} tokens of 128 heads, 4 requests; lower --max-num-batched-tokens"
     )
     with pytest.raises(ConfigError, match=text):
-        backend.make_buffers(most)
-    assert backend.make_buffers(replace(most, max_tokens=8192)).rings
+        backend.make_buffers(replace(fits, max_tokens=room + 1))
+    assert backend.make_buffers(fits).rings
+    assert backend.make_buffers(replace(fits, layers=(few,), max_tokens=16384)).rings
 
 
 def test_the_budget_counts_what_buffers_hold() -> None:

@@ -18,6 +18,7 @@ from paceline.proof.rig.paged import errors, permuted_pages
 pytest.importorskip("triton")
 
 RANK, ROPE = 64, 16
+IN_PARTS = 256  # a rank of several tiles of columns, in float8 too
 ROOMY = 227 << 10  # bytes of shared memory
 CPU = torch.device("cpu")
 
@@ -28,6 +29,7 @@ def latent_call(
     extend: int,
     mask: MaskKind,
     *,
+    rank: int = RANK,
     scaled: bool = False,
     page_size: int = 16,
 ) -> PagedCall:
@@ -38,24 +40,24 @@ def latent_call(
     lens = [prefix + extend for prefix in prefix_lens]
     generator = torch.Generator().manual_seed(7)
     table, num_pages = permuted_pages(lens, page_size, generator, spare=1)
-    rows = torch.randn(num_pages, page_size, 1, RANK + ROPE, generator=generator).bfloat16()
+    rows = torch.randn(num_pages, page_size, 1, rank + ROPE, generator=generator).bfloat16()
     for request, length in enumerate(lens):
         if length % page_size:
             rows[table[request, length // page_size], length % page_size :] = float("nan")
-    cache = PagedCache(rows, rows[..., :RANK])
+    cache = PagedCache(rows, rows[..., :rank])
     if scaled:
-        rows[..., :RANK] *= torch.exp2(torch.arange(num_pages * page_size) % 7 - 3.0).view(
+        rows[..., :rank] *= torch.exp2(torch.arange(num_pages * page_size) % 7 - 3.0).view(
             -1, page_size, 1, 1
         )
-        codes, scales = quantise_latents(rows[..., :RANK])
-        cache = PagedCache(codes, codes, beside=ScaledLatents(rows[..., RANK:].clone(), scales))
+        codes, scales = quantise_latents(rows[..., :rank])
+        cache = PagedCache(codes, codes, beside=ScaledLatents(rows[..., rank:].clone(), scales))
     tokens, tree = len(lens) * extend, None
     if mask is MaskKind.TREE:
         tree = torch.ones(extend, extend, dtype=torch.bool).tril()
         tree[extend // 2 :, extend // 2 :] = torch.eye(extend - extend // 2, dtype=torch.bool)
         tree = tree.repeat(len(lens), 1)
     return PagedCall(
-        torch.randn(tokens, heads, RANK + ROPE, generator=generator).bfloat16(),
+        torch.randn(tokens, heads, rank + ROPE, generator=generator).bfloat16(),
         cache,
         PagedRows(
             table,
@@ -67,15 +69,15 @@ def latent_call(
             mask,
         ),
         Weighing(0.1),
-        torch.full((tokens, heads, RANK), float("nan"), dtype=torch.bfloat16),
+        torch.full((tokens, heads, rank), float("nan"), dtype=torch.bfloat16),
         torch.full((tokens, heads), float("nan")),
     )
 
 
 def nan_workspace(call: PagedCall, splits: int) -> SplitWorkspace:
-    tokens, heads, _ = call.q.shape
+    tokens, heads, rank = call.out.shape
     return SplitWorkspace(
-        partial_out=torch.full((tokens * splits, heads, RANK), float("nan")),
+        partial_out=torch.full((tokens * splits, heads, rank), float("nan")),
         partial_lse=torch.full((tokens * splits, heads), float("nan")),
         finished=torch.zeros((tokens, heads), dtype=torch.int32),
     )
@@ -107,7 +109,8 @@ def test_each_tile_table_meets_the_definition(step: str, tile: str, splits: int)
 
     (extend, mask), (rows, programs) = STEPS[step], TILES[tile]
     heads = rows + 6 if extend == 1 else rows // 4  # two tiles of rows, one with room
-    call = latent_call(heads, [200, 0, 63], extend, mask)
+    rank = IN_PARTS if tile == "pairs" else RANK
+    call = latent_call(heads, [200, 0, 63], extend, mask, rank=rank)
     workspace = nan_workspace(call, splits) if splits > 1 else None
     launch_paged_extend(
         call,
@@ -136,7 +139,10 @@ def test_scaled_latents_meet_the_definition(
     from paceline.kernels._triton.paged_extend import latent_config, launch_paged_extend
 
     heads = rows + 6 if extend == 1 else rows // 4
-    call = latent_call(heads, [200, 0, 63], extend, mask, scaled=True, page_size=page_size)
+    rank = IN_PARTS if programs > 1 and page_size == 64 else RANK
+    call = latent_call(
+        heads, [200, 0, 63], extend, mask, rank=rank, scaled=True, page_size=page_size
+    )
     workspace = nan_workspace(call, splits) if splits > 1 else None
     launch_paged_extend(
         call,

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from draft_checkpoints import save_eagle3
 from llm_cases import Checkpoint, make_checkpoint, make_llm
 from speculative_cases import (
+    LLAMA,
     Truth,
     accepted,
     check_metrics,
@@ -30,6 +32,7 @@ BY_LOOKUP: Cell = {
 }
 QUICK: list[Cell] = [
     {"drafter": "STANDALONE", "topk": 4, "page_size": 16, "pool": "tight"},
+    {"drafter": "EAGLE3", "topk": 2, "page_size": 16, "pool": "tight"},
     BY_LOOKUP,
 ]
 CELLS: list[Cell] = [
@@ -46,8 +49,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def truth(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    relative = save_relative(CASE, tmp_path_factory.mktemp("relative"), noise=0.02)
-    return truth_of(checkpoint, {"STANDALONE": relative}, [KIND])
+    folder = tmp_path_factory.mktemp("drafters")
+    relative = save_relative(CASE, folder / "relative", noise=0.02)
+    head = save_eagle3(make_checkpoint(LLAMA, folder / "llama"), folder / "head")
+    return truth_of(checkpoint, {"STANDALONE": relative, "EAGLE3": head}, [KIND])
 
 
 @pytest.mark.parametrize("cell", slow_unless(QUICK.__contains__, CELLS))

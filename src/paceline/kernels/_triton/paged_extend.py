@@ -36,6 +36,7 @@ _ALL_ROWS = 1 << 30
 _MANY_LATENT = (
     16  # programs of few wide rows: each has many keys, and its warps wait for one another
 )
+_PART_COLUMNS = 64  # of 16 bits: eight threads load them, so that a warp loads of four keys at once
 _ROOMY = 163840  # bytes of shared memory for tiles on their way while others are read
 _MANY_PROGRAMS = 128  # fewer run in the shade of the longer requests, and alone would wait for keys
 
@@ -164,7 +165,6 @@ def launch_paged_extend(
         "SAME_STRIDES": cache.k.stride()[:2] == cache.v.stride()[:2],
         "ONE_LOOP": weighing.window is not None or splits > 1,
         "IS_SPLIT": splits > 1,
-        "MERGES": not v_in_k,
         "WIDEN": q.dtype == torch.bfloat16 and interpreted(paged_extend_kernel),
     }
     start = partial(_start, call, workspace, splits, constants)
@@ -206,6 +206,8 @@ def _start(
     weighing = call.weighing
     from_first = weighing.window is None and weighing.chunk is None  # tiles begin at multiples
     in_page = words and from_first and constants["PAGE_SIZE"] % config.block_keys == 0
+    columns = constants["BLOCK_DIM_K"] // (2 if words else 1)
+    in_parts = constants["V_IN_K"] and not is_wide
     launch(
         paged_extend_kernel,
         grid,
@@ -216,6 +218,7 @@ def _start(
         BLOCK_ROWS=config.block_rows,
         BLOCK_KEYS=config.block_keys,
         IN_PAGE=in_page,
+        PARTS=max(1, columns // _PART_COLUMNS) if in_parts else 1,
         MIN_TILES=config.min_tiles,
         MERGE_SPLITS=merged,
         LOADS_FIRST=loads_first,

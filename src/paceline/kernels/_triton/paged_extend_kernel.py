@@ -14,12 +14,20 @@ those of 16 rows or less, decodes in company of prompts, have small tiles, in a 
 
 Where V lies in K, a tile of keys is loaded once: its first DIM_K columns are scored and weighed,
 the DIM_REST behind them scored alone, a tile of their own: 576 columns would be one of 1,024.
+Of few rows the first come in PARTS of 128 bytes: a thread then loads of few keys, whose addresses
+it adds up, and much of each.
 """
 
 import triton
 import triton.language as tl
 
-from paceline.kernels._triton.latent_keys import latent_scores, latent_step
+from paceline.kernels._triton.latent_keys import (
+    latent_finish,
+    latent_scores,
+    latent_step,
+    load_parts,
+    zero_parts,
+)
 from paceline.kernels._triton.launch import let_next_start, wait_for_inputs
 from paceline.kernels._triton.primitives import (
     apply_sinks,
@@ -31,8 +39,19 @@ from paceline.kernels._triton.primitives import (
     softmax_finish,
     softmax_step,
 )
-from paceline.kernels._triton.scaled_latents import halves_of, laid_down, scaled_scores, scaled_step
-from paceline.kernels._triton.split_merge import finishes_last, merge_splits, store_partial
+from paceline.kernels._triton.scaled_latents import (
+    halves_of_parts,
+    laid_down,
+    narrow_parts,
+    scaled_scores,
+    scaled_step,
+)
+from paceline.kernels._triton.split_merge import (
+    finishes_last,
+    merge_splits,
+    store_partial,
+    store_partial_columns,
+)
 from paceline.kernels._triton.visible_keys import tree_bits_of, tree_depths, visible_keys
 
 
@@ -46,7 +65,7 @@ def _attend_keys(
     row_live,  # [rows] bool
     tree_bits,  # [rows] int64
     visible_end,  # [rows] int32, of blocks
-    q,  # [rows, BLOCK_DIM_K]
+    q,  # [rows, BLOCK_DIM_K]; where V lies in K, PARTS of its columns
     q_odd,  # of WORDS like q, which is of even columns then; else None
     q_rest,  # [rows, BLOCK_REST] or None
     k_head_ptr,  # [pages, page_size, head_dim] one KV head
@@ -68,7 +87,7 @@ def _attend_keys(
     extend_len,
     running_max,  # [rows] float32
     running_sum,  # [rows] float32; of latents [rows, keys]
-    acc,  # [rows, BLOCK_DIM_V] float32
+    acc,  # [rows, BLOCK_DIM_V] float32; where V lies in K, PARTS of its columns
     acc_odd,  # of WORDS like acc, which is of even columns then; else any
     scale,  # a number, or of narrowed queries [rows, 1]
     scale_rest,  # of q_rest
@@ -86,6 +105,7 @@ def _attend_keys(
     DIM_REST: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     V_IN_K: tl.constexpr,
+    PARTS: tl.constexpr,
     WORDS: tl.constexpr,  # codes are read by twos, and queries and sums are in two halves
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -98,47 +118,59 @@ def _attend_keys(
     keys = start + tl.arange(0, BLOCK_KEYS)
     live = keys < end
     if IN_PAGE:
-        # What is the same for all keys is added to pointers once; what is left never changes.
+        # What is the same for all keys is added to pointers once; what is left hardly changes.
         slot = tl.arange(0, BLOCK_KEYS)
+        if MASKED:  # dead keys are the last one again, and weighed by 0
+            slot = tl.minimum(slot, end - 1 - start)
         first_slot, page = start % PAGE_SIZE, page.to(tl.int64)
         k_head_ptr += page * stride_k_page + first_slot * stride_k_slot
         v_head_ptr += page * stride_v_page + first_slot * stride_v_slot
         if row_scale_ptr is not None:
             turned_ptr += page * stride_turned_page + first_slot * stride_turned_slot
             row_scale_ptr += page * stride_row_scale_page + first_slot * stride_row_scale_slot
-        page = tl.zeros([BLOCK_KEYS], tl.int32)
+        k_offsets = slot * stride_k_slot
+        v_offsets = slot * stride_v_slot
     else:
         slot = keys % PAGE_SIZE
-    k_offsets = page.to(tl.int64) * stride_k_page + slot * stride_k_slot
-    if SAME_STRIDES:
-        v_offsets = k_offsets
-    else:
-        v_offsets = page.to(tl.int64) * stride_v_page + slot * stride_v_slot
+        k_offsets = page.to(tl.int64) * stride_k_page + slot * stride_k_slot
+        if SAME_STRIDES:
+            v_offsets = k_offsets
+        else:
+            v_offsets = page.to(tl.int64) * stride_v_page + slot * stride_v_slot
+    GUARDED: tl.constexpr = MASKED and not IN_PAGE
     if WORDS:
-        k = load_rows(k_head_ptr, k_offsets, live, DIM_K // 2, BLOCK_DIM_K // 2, MASKED)
+        k = load_parts(k_head_ptr, k_offsets, live, DIM_K // 2, BLOCK_DIM_K // 2, PARTS, GUARDED)
+    elif PARTS > 1:
+        k = load_parts(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, PARTS, GUARDED)
+    elif V_IN_K:
+        k = (load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, GUARDED).to(q[0].dtype),)
     else:
-        k = load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, MASKED).to(q.dtype)
+        k = load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, GUARDED).to(q.dtype)
     if row_scale_ptr is not None:
-        rest_offsets = page.to(tl.int64) * stride_turned_page + slot * stride_turned_slot
-        rest = load_rows(turned_ptr, rest_offsets, live, DIM_REST, BLOCK_REST, MASKED)
-        scale_offsets = page.to(tl.int64) * stride_row_scale_page + slot * stride_row_scale_slot
-        if MASKED:
+        if IN_PAGE:
+            rest_offsets = slot * stride_turned_slot
+            scale_offsets = slot * stride_row_scale_slot
+        else:
+            rest_offsets = page.to(tl.int64) * stride_turned_page + slot * stride_turned_slot
+            scale_offsets = page.to(tl.int64) * stride_row_scale_page + slot * stride_row_scale_slot
+        rest = load_rows(turned_ptr, rest_offsets, live, DIM_REST, BLOCK_REST, GUARDED)
+        if GUARDED:
             row_scale = tl.load(row_scale_ptr + scale_offsets, mask=live, other=1.0)
         else:
             row_scale = tl.load(row_scale_ptr + scale_offsets)
     elif V_IN_K:
-        rest = load_rows(k_head_ptr + DIM_K, k_offsets, live, DIM_REST, BLOCK_REST, MASKED)
+        rest = load_rows(k_head_ptr + DIM_K, k_offsets, live, DIM_REST, BLOCK_REST, GUARDED)
     # It always holds: Triton puts what stands under a condition behind the next tile's loads.
     if not LOADS_FIRST or start < end:
         if V_IN_K:
             if row_scale_ptr is not None:
                 products = scaled_scores(
                     q, q_odd, q_rest, k, rest, row_scale, scale, scale_rest,
-                    extend_len > 0, LOADS_FIRST, WIDEN,
+                    extend_len > 0, PARTS, LOADS_FIRST, WIDEN,
                 )  # fmt: skip
             else:
                 products = latent_scores(
-                    q, q_rest, k, rest, scale, extend_len > 0, LOADS_FIRST, WIDEN
+                    q, q_rest, k, rest, scale, extend_len > 0, PARTS, LOADS_FIRST, WIDEN
                 )
             scores = scores_log2(products, 1.0, SOFT_CAP)
         else:
@@ -153,11 +185,11 @@ def _attend_keys(
             scores = tl.where(visible, scores, float("-inf"))
         if row_scale_ptr is not None:
             running_max, running_sum, acc, acc_odd = scaled_step(
-                scores, k, row_scale, running_max, running_sum, acc, acc_odd, WIDEN
+                scores, k, row_scale, running_max, running_sum, acc, acc_odd, PARTS, WIDEN
             )
         elif V_IN_K:
             running_max, running_sum, acc = latent_step(
-                scores, k, running_max, running_sum, acc, WIDEN
+                scores, k, running_max, running_sum, acc, PARTS, WIDEN
             )
         else:
             v = load_rows(v_head_ptr, v_offsets, live, DIM_V, BLOCK_DIM_V, MASKED).to(q.dtype)
@@ -169,7 +201,7 @@ def _attend_keys(
 
 @triton.jit
 def _store_rows(
-    out,  # [rows, BLOCK_DIM_V] float32
+    out,  # [rows, BLOCK_COLS] float32
     lse,  # [rows] float32, log2 units
     out_ptr,  # [tokens, heads, v_head_dim]
     lse_ptr,  # [tokens, heads] float32
@@ -180,19 +212,22 @@ def _store_rows(
     token,  # [rows] int64
     head,  # [rows] int64
     row_live,  # [rows] bool
+    FIRST: tl.constexpr,  # column of `out`
     DIM_V: tl.constexpr,
-    BLOCK_DIM_V: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
 ):
-    """The result of some rows, in natural units."""
+    """Some columns of the result of some rows, and with the first ones the rest, in natural
+    units."""
     if sinks_ptr is not None:
         out = apply_sinks(out, lse, sinks_ptr, head, row_live)
-    cols = tl.arange(0, BLOCK_DIM_V)
+    cols = FIRST + tl.arange(0, BLOCK_COLS)
     tl.store(
         out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + cols[None, :],
         out.to(out_ptr.dtype.element_ty),
         mask=row_live[:, None] & (cols < DIM_V)[None, :],
     )
-    tl.store(lse_ptr + token * heads + head, lse * 0.6931471805599453, mask=row_live)
+    if FIRST == 0:
+        tl.store(lse_ptr + token * heads + head, lse * 0.6931471805599453, mask=row_live)
 
 
 @triton.jit
@@ -276,13 +311,13 @@ def paged_extend_kernel(
     DIM_REST: tl.constexpr,  # columns of K behind DIM_K; 0 unless V lies in K
     BLOCK_REST: tl.constexpr,
     V_IN_K: tl.constexpr,
+    PARTS: tl.constexpr,
     WORDS: tl.constexpr,  # codes are read by twos, and queries and sums are in two halves
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    MERGES: tl.constexpr,  # the last split merges all; else a launch of its own does
     MIN_TILES: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
     LOADS_FIRST: tl.constexpr,  # a tile's are started before the products of the one before
@@ -343,9 +378,15 @@ def paged_extend_kernel(
     page = lookup_pages(page_row_ptr, first + columns, max_pages, PAGE_SIZE)
     cols_k = tl.arange(0, BLOCK_DIM_K)
     q_rows = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None]
-    q = tl.load(
-        q_rows + cols_k[None, :], mask=row_live[:, None] & (cols_k < DIM_K)[None, :], other=0.0
-    )
+    if PARTS > 1:
+        zero = tl.zeros([BLOCK_ROWS], tl.int64)
+        q = load_parts(q_rows, zero, row_live, DIM_K, BLOCK_DIM_K, PARTS, True)
+    else:
+        q = tl.load(
+            q_rows + cols_k[None, :], mask=row_live[:, None] & (cols_k < DIM_K)[None, :], other=0.0
+        )
+        if V_IN_K:
+            q = (q,)
     q_rest = None
     if DIM_REST > 0:
         cols_rest = tl.arange(0, BLOCK_REST)
@@ -378,7 +419,7 @@ def paged_extend_kernel(
         tiles = tl.cdiv(end - begin, BLOCK_KEYS)
         live_splits = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
         if split >= live_splits:
-            if not MERGES:
+            if V_IN_K:
                 nothing = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
                 dead_row = (token * splits + split) * heads + head
                 tl.store(partial_lse_ptr + dead_row, nothing, mask=row_live)
@@ -390,15 +431,15 @@ def paged_extend_kernel(
         q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
     q_odd = None
     if row_scale_ptr is not None:
-        q, scale = narrow_query(q, scale)
+        q, scale = narrow_parts(q, scale, PARTS)
         if WORDS:
-            q, q_odd = halves_of(q)
+            q, q_odd = halves_of_parts(q, PARTS)
         elif LOADS_FIRST:
             # Its place until the answer comes: of another split's rows, what that one writes too.
-            place_ptr = out_ptr.to(tl.pointer_type(q.dtype))
+            place_ptr = out_ptr.to(tl.pointer_type(q[0].dtype))
             places = place_ptr + (token * stride_out_token + head * stride_out_head)[:, None]
             is_q = row_live[:, None] & (cols_k < DIM_K)[None, :]
-            q = laid_down(q, places + cols_k[None, :], is_q)
+            q = (laid_down(q[0], places + cols_k[None, :], is_q),)
     k_head_ptr = k_cache_ptr + kv_head * stride_k_head
     v_head_ptr = v_cache_ptr + kv_head * stride_v_head
     running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
@@ -408,8 +449,10 @@ def paged_extend_kernel(
         running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     acc_odd = tl.zeros([1, 1], tl.float32)
     if WORDS:
-        acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V // 2], tl.float32)
-        acc_odd = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V // 2], tl.float32)
+        acc = zero_parts(BLOCK_ROWS, BLOCK_DIM_V // 2, PARTS)
+        acc_odd = zero_parts(BLOCK_ROWS, BLOCK_DIM_V // 2, PARTS)
+    elif V_IN_K:
+        acc = zero_parts(BLOCK_ROWS, BLOCK_DIM_V, PARTS)
     else:
         acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
     if not ONE_LOOP:
@@ -424,7 +467,7 @@ def paged_extend_kernel(
                 token_begin, prefix_len, extend_len, running_max, running_sum, acc, acc_odd,
                 scale, scale_rest,
                 MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, IN_PAGE, DIM_K, DIM_V, BLOCK_DIM_K,
-                BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, WORDS, BLOCK_ROWS, BLOCK_KEYS,
+                BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, PARTS, WORDS, BLOCK_ROWS, BLOCK_KEYS,
                 SAME_STRIDES, WIDEN, LOADS_FIRST, MASKED=False,
             )  # fmt: skip
             page = next_page
@@ -440,35 +483,50 @@ def paged_extend_kernel(
             token_begin, prefix_len, extend_len, running_max, running_sum, acc, acc_odd,
             scale, scale_rest,
             MASK, WINDOW, CHUNK, NODES, SOFT_CAP, PAGE_SIZE, IN_PAGE, DIM_K, DIM_V, BLOCK_DIM_K,
-            BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, WORDS, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES,
-            WIDEN, LOADS_FIRST, MASKED=True,
+            BLOCK_DIM_V, DIM_REST, BLOCK_REST, V_IN_K, PARTS, WORDS, BLOCK_ROWS, BLOCK_KEYS,
+            SAME_STRIDES, WIDEN, LOADS_FIRST, MASKED=True,
         )  # fmt: skip
         page = next_page
 
     let_next_start(OVERLAPPED)
     if V_IN_K:
-        running_sum = tl.sum(running_sum, axis=1)
-    if WORDS:
-        acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_ROWS, BLOCK_DIM_V])
-    out, lse = softmax_finish(running_max, running_sum, acc)
-    if v_scale_ptr is not None:
-        out *= tl.load(v_scale_ptr)
-    if IS_SPLIT:
-        first_row = token * splits * heads + head
-        store_partial(
-            out, lse, partial_out_ptr, partial_lse_ptr, first_row + split * heads, row_live,
-            DIM_V, BLOCK_DIM_V,
+        COLS: tl.constexpr = BLOCK_DIM_V // PARTS
+        inverse, lse = latent_finish(running_max, tl.sum(running_sum, axis=1))
+        partial_row = (token * splits + split) * heads + head
+        for part in tl.static_range(PARTS):
+            out = acc[part]
+            if WORDS:
+                out = tl.reshape(tl.join(out, acc_odd[part]), [BLOCK_ROWS, COLS])
+            out *= inverse[:, None]
+            if IS_SPLIT:
+                store_partial_columns(
+                    out, partial_out_ptr, partial_row, row_live, part * COLS, DIM_V, COLS
+                )
+            else:
+                _store_rows(
+                    out, lse, out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, heads,
+                    token, head, row_live, part * COLS, DIM_V, COLS,
+                )  # fmt: skip
+        if IS_SPLIT:
+            tl.store(partial_lse_ptr + partial_row, lse, mask=row_live)
+    else:
+        out, lse = softmax_finish(running_max, running_sum, acc)
+        if v_scale_ptr is not None:
+            out *= tl.load(v_scale_ptr)
+        if IS_SPLIT:
+            first_row = token * splits * heads + head
+            store_partial(
+                out, lse, partial_out_ptr, partial_lse_ptr, first_row + split * heads, row_live,
+                DIM_V, BLOCK_DIM_V,
+            )  # fmt: skip
+            count_ptr = finished_ptr + tl.program_id(1) * tl.num_programs(0) + tile
+            if not finishes_last(count_ptr, live_splits):
+                return
+            out, lse = merge_splits(
+                partial_out_ptr, partial_lse_ptr, first_row, heads, live_splits, row_live,
+                DIM_V, BLOCK_DIM_V, BLOCK_ROWS, MERGE_SPLITS,
+            )  # fmt: skip
+        _store_rows(
+            out, lse, out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, heads,
+            token, head, row_live, 0, DIM_V, BLOCK_DIM_V,
         )  # fmt: skip
-        if not MERGES:
-            return
-        count_ptr = finished_ptr + tl.program_id(1) * tl.num_programs(0) + tile
-        if not finishes_last(count_ptr, live_splits):
-            return
-        out, lse = merge_splits(
-            partial_out_ptr, partial_lse_ptr, first_row, heads, live_splits, row_live,
-            DIM_V, BLOCK_DIM_V, BLOCK_ROWS, MERGE_SPLITS,
-        )  # fmt: skip
-    _store_rows(
-        out, lse, out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, heads,
-        token, head, row_live, DIM_V, BLOCK_DIM_V,
-    )  # fmt: skip

@@ -10,8 +10,17 @@ two words in a register, (1 0) and (3 2), are sorted to (2 0) and (3 1), in one 
 import triton
 import triton.language as tl
 
-from paceline.kernels._triton.primitives import dot
+from paceline.kernels._triton.primitives import dot, power_below
 from paceline.kernels._triton.runtime import interpreted
+
+
+@triton.jit
+def _number_of(
+    byte,  # [keys, columns] int16, 0..255
+):
+    """float16; NaN, which the interpreter takes for 480."""
+    number = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), number)
 
 
 @triton.jit
@@ -19,9 +28,7 @@ def _codes_by_bits(
     words,  # [keys, columns] int16
 ):
     """As `codes_of`, in operations that the interpreter knows."""
-    even = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    odd = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    return even, odd
+    return _number_of(words & 0xFF), _number_of((words >> 8) & 0xFF)
 
 
 @triton.jit
@@ -52,11 +59,40 @@ codes_of = _codes_by_bits if interpreted(_codes_by_bits) else _codes_by_pairs
 
 
 @triton.jit
-def halves_of(
-    x,  # [rows, columns]
+def halves_of_parts(
+    x,  # PARTS of [rows, columns]
+    PARTS: tl.constexpr,
 ):
-    """Its even and its odd columns."""
-    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    """Their even and their odd columns."""
+    evens = ()
+    odds = ()
+    for part in tl.static_range(PARTS):
+        here = x[part]
+        even, odd = tl.split(tl.reshape(here, [here.shape[0], here.shape[1] // 2, 2]))
+        evens += (even,)
+        odds += (odd,)
+    return evens, odds
+
+
+@triton.jit
+def narrow_parts(
+    q,  # PARTS of [rows, columns] in the model's dtype
+    scale,
+    PARTS: tl.constexpr,
+):
+    """As `narrow_query`, of rows in parts."""
+    if q[0].dtype == tl.float32:
+        return q, scale
+    else:
+        largest = tl.max(tl.abs(q[0].to(tl.float32)), axis=1)
+        for part in tl.static_range(1, PARTS):
+            largest = tl.maximum(largest, tl.max(tl.abs(q[part].to(tl.float32)), axis=1))
+        unit, inverse = power_below(largest)
+        narrowed = ()
+        for part in tl.static_range(PARTS):
+            wide = q[part].to(tl.float32) * inverse[:, None]
+            narrowed += (wide.to(tl.float16),)
+        return narrowed, scale * unit[:, None]
 
 
 @triton.jit
@@ -94,27 +130,33 @@ def quantised(
 
 @triton.jit
 def scaled_scores(
-    q,  # [rows, BLOCK_DIM_K] float16; of words the even columns
+    q,  # PARTS of [rows, BLOCK_DIM_K // PARTS] float16; of words the even columns
     q_odd,  # of words the odd columns
     q_rest,  # [rows, BLOCK_REST]
-    codes,  # [keys, BLOCK_DIM_K] float16, or words [keys, BLOCK_DIM_K // 2] int16
+    codes,  # PARTS of [keys, BLOCK_DIM_K // PARTS] float16, or of words, half as many, int16
     rest,  # [keys, BLOCK_REST]
     row_scale,  # [keys] float32
     scale,  # [rows, 1] of narrowed queries
     scale_rest,
     always,  # bool, true
+    PARTS: tl.constexpr,
     IN_HALVES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """As `latent_scores`."""
-    zeros = tl.zeros([q.shape[0], codes.shape[0]], tl.float32)
+    zeros = tl.zeros([q_rest.shape[0], rest.shape[0]], tl.float32)
     if not IN_HALVES or always:
-        if codes.dtype == tl.int16:
-            even, odd = codes_of(tl.trans(codes))
+        if codes[0].dtype == tl.int16:
+            evens, odds = zeros, zeros
+            for part in tl.static_range(PARTS):
+                even, odd = codes_of(tl.trans(codes[part]))
+                evens = dot(q[part], even, evens, WIDEN)
+                odds = dot(q_odd[part], odd, odds, WIDEN)
             factor = scale * row_scale[None, :]
-            scores = dot(q, even, zeros, WIDEN) * factor + dot(q_odd, odd, zeros, WIDEN) * factor
+            scores = evens * factor + odds * factor
         else:
-            scores = dot(q, tl.trans(codes), zeros, WIDEN) * scale * row_scale[None, :]
+            tl.static_assert(PARTS == 1)
+            scores = dot(q[0], tl.trans(codes[0]), zeros, WIDEN) * scale * row_scale[None, :]
         scores += dot(q_rest, tl.trans(rest), zeros, WIDEN) * scale_rest
     else:
         scores = dot(q_rest, tl.trans(rest), zeros, WIDEN)
@@ -124,12 +166,13 @@ def scaled_scores(
 @triton.jit
 def scaled_step(
     scores,  # [rows, keys] float32 log2 units, −inf where masked
-    codes,  # [keys, BLOCK_DIM_V] float16, or words [keys, BLOCK_DIM_V // 2] int16
+    codes,  # as of `scaled_scores`
     row_scale,  # [keys] float32
     running_max,  # [rows] float32
     running_sums,  # [rows, keys] float32
-    acc,  # [rows, BLOCK_DIM_V] float32; of words the even columns
+    acc,  # PARTS of [rows, BLOCK_DIM_V // PARTS] float32; of words the even columns
     acc_odd,  # of words the odd columns
+    PARTS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """As `latent_step`, of weights times scales: their maximum is the running one, so that none is
@@ -145,10 +188,15 @@ def scaled_step(
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     running_sums = running_sums * decay[:, None] + weights * inverse[None, :]
     weights = weights.to(tl.float16)
-    if codes.dtype == tl.int16:
-        even, odd = codes_of(codes)
-        acc = dot(weights, even, acc * decay[:, None], WIDEN)
-        acc_odd = dot(weights, odd, acc_odd * decay[:, None], WIDEN)
+    if codes[0].dtype == tl.int16:
+        sums = ()
+        sums_odd = ()
+        for part in tl.static_range(PARTS):
+            even, odd = codes_of(codes[part])
+            sums += (dot(weights, even, acc[part] * decay[:, None], WIDEN),)
+            sums_odd += (dot(weights, odd, acc_odd[part] * decay[:, None], WIDEN),)
+        return new_max, running_sums, sums, sums_odd
     else:
-        acc = dot(weights, codes, acc * decay[:, None], WIDEN)
-    return new_max, running_sums, acc, acc_odd
+        tl.static_assert(PARTS == 1)
+        acc = dot(weights, codes[0], acc[0] * decay[:, None], WIDEN)
+        return new_max, running_sums, (acc,), acc_odd

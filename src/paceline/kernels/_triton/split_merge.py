@@ -35,13 +35,27 @@ def store_partial(
     BLOCK_DIM_V: tl.constexpr,
 ):
     """One split's result."""
-    cols = tl.arange(0, BLOCK_DIM_V)
+    store_partial_columns(out, partial_out_ptr, partial_row, live, 0, DIM_V, BLOCK_DIM_V)
+    tl.store(partial_lse_ptr + partial_row, lse, mask=live)
+
+
+@triton.jit
+def store_partial_columns(
+    out,  # [rows, BLOCK_COLS] float32
+    partial_out_ptr,  # [partial rows, v_head_dim] float32
+    partial_row,  # [rows] int64
+    live,  # [rows] bool
+    FIRST: tl.constexpr,  # column of `out`
+    DIM_V: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Some columns of one split's result, without its log-sum-exp."""
+    cols = FIRST + tl.arange(0, BLOCK_COLS)
     tl.store(
         partial_out_ptr + partial_row[:, None] * DIM_V + cols[None, :],
         out,
         mask=live[:, None] & (cols < DIM_V)[None, :],
     )
-    tl.store(partial_lse_ptr + partial_row, lse, mask=live)
 
 
 @triton.jit
