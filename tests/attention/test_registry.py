@@ -284,9 +284,12 @@ FA4_IS_FASTER = [_row("triton", 30.0), _row("fa4", 20.0)]
 def test_auto_takes_the_measured_fastest_of_what_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    absent = choose(ON_H200, phase="decode", gpu="NVIDIA H200", table=FA4_IS_FASTER)
-    assert absent.name == "triton"
-    assert absent.rejected["fa4"] == ["flash-attn-4 must be installed, got no such package"]
+    for missing in ("flash-attn-4", "nvidia-cutlass-dsl"):  # the package, and one that it imports
+        monkeypatch.setattr(registry, "_is_installed", lambda each, gone=missing: each != gone)
+        absent = choose(ON_H200, phase="decode", gpu="NVIDIA H200", table=FA4_IS_FASTER)
+        assert absent.name == "triton"
+        assert absent.rejected["fa4"] == [f"{missing} must be installed, got no such package"]
+        assert choose(ON_H200, "fa4").name == "fa4"  # asked for, it says so where it is imported
     monkeypatch.setattr(registry, "AUTO_PACKAGES", {})
     choice = choose(ON_H200, phase="decode", gpu="NVIDIA H200", table=FA4_IS_FASTER)
     assert choice.name == "fa4"

@@ -42,12 +42,13 @@ AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("torch",),
     "cuda": ("triton", "flashinfer", "fa4", "flashinfer_mla", "flashmla"),
 }
-# The package without which auto passes a backend over, also when it plans for another machine.
-AUTO_PACKAGES: dict[str, str] = {
-    "flashinfer": "flashinfer-python",
-    "fa4": "flash-attn-4",
-    "flashinfer_mla": "flashinfer-python",
-    "flashmla": "sglang-kernel",
+# The packages without which auto passes a backend over, also when it plans for another machine: a
+# library's own, and those that it imports and that may be missing beside it (`pip --no-deps`).
+AUTO_PACKAGES: dict[str, tuple[str, ...]] = {
+    "flashinfer": ("flashinfer-python",),
+    "fa4": ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels"),
+    "flashinfer_mla": ("flashinfer-python",),
+    "flashmla": ("sglang-kernel",),
 }
 
 
@@ -203,15 +204,14 @@ def _auto_reasons(
         reasons.append("it plans on the host, which would wait for the outputs of every round")
     if config.chunks and can.chunks is ChunkSupport.WHOLE_PAGES:
         reasons.append("it takes chunks as virtual requests, which no measurement is of")
-    return reasons or absent_package(name)
+    return reasons or absent_packages(name)
 
 
-def absent_package(name: str) -> list[str]:
-    """Why auto passes `name` over for want of its package; empty where it has it, or needs none."""
-    package = AUTO_PACKAGES.get(name)
-    if package is None or _is_installed(package):
-        return []
-    return [f"{package} must be installed, got no such package"]
+def absent_packages(name: str) -> list[str]:
+    """Why auto passes `name` over for want of packages, the first of them; empty where it has them,
+    or needs none."""
+    absent = [each for each in AUTO_PACKAGES.get(name, ()) if not _is_installed(each)]
+    return [f"{package} must be installed, got no such package" for package in absent[:1]]
 
 
 def _is_installed(package: str) -> bool:
