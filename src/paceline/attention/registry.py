@@ -2,7 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import (
@@ -14,7 +14,7 @@ from paceline.attention.contract import (
 from paceline.attention.hybrid import hybrid
 from paceline.attention.measurements import LayerShape, Phase, Table, package_table
 from paceline.attention.names import NO_ATTENTION, Cascade, Name, Pair, parse
-from paceline.attention.preference import prefer
+from paceline.attention.preference import prefer_for_all
 from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.near import did_you_mean
@@ -183,7 +183,7 @@ def choose(
     name, why = runnable[0], f"first of {', '.join(order)} that can run on {config.device_type}"
     if len(runnable) > 1 and phase is not None and gpu is not None:
         known = package_table() if table is None else table
-        found = prefer(runnable, phase, gpu, layer=_layer_shape(config), table=known)
+        found = prefer_for_all(runnable, phase, gpu, layers=_layer_shapes(config), table=known)
         name, why = found.name, found.why
         rejected |= found.passed_over
     for other in BACKENDS:
@@ -202,8 +202,6 @@ def _auto_reasons(
     can = load_backend(name).capabilities
     if rounds and can.host_plan:
         reasons.append("it plans on the host, which would wait for the outputs of every round")
-    if config.chunks and can.chunks is ChunkSupport.WHOLE_PAGES:
-        reasons.append("it takes chunks as virtual requests, which no measurement is of")
     return reasons or absent_packages(name)
 
 
@@ -222,9 +220,10 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def _layer_shape(config: AttentionConfig) -> LayerShape:
+def _layer_shapes(config: AttentionConfig) -> tuple[LayerShape, ...]:
+    """Of layers that see all, and of each size of chunks."""
     heads = config.heads[0]
-    return LayerShape(
+    plain = LayerShape(
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
@@ -232,3 +231,4 @@ def _layer_shape(config: AttentionConfig) -> LayerShape:
         dtype=str(config.dtype).removeprefix("torch."),
         kv_dtype=str(config.kv_dtype).removeprefix("torch."),
     )
+    return plain, *(replace(plain, chunk=size) for size in sorted(config.chunks))
