@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # bytes, of what the copy engine reads: first numbers of rows
 
 
 class ProductTile(NamedTuple):
-    """What one program computes, and how."""
+    """What a program computes at a time, and how."""
 
     tokens: int
     features: int  # with gates so many of both
@@ -33,10 +33,11 @@ class ProductTile(NamedTuple):
     group: int  # tiles of tokens that take turns, so that they find weights in the L2 cache
     num_warps: int
     num_stages: int
+    per_processor: int | None = None  # programs, which take tiles in turns; None: one for each tile
 
 
 PLAIN_TILE = ProductTile(128, 128, 64, 8, 4, 2)
-GATED_TILE = ProductTile(128, 64, 64, 8, 4, 2)
+GATED_TILE = ProductTile(128, 64, 64, 16, 4, 3, per_processor=2)
 
 
 def activated_linear_reference(
