@@ -17,7 +17,7 @@ from paceline.attention.measurements import (
     parse_table,
     write_table,
 )
-from paceline.attention.preference import prefer
+from paceline.attention.preference import prefer, prefer_for_all
 from paceline.attention.ragged.registry import AUTO_ORDER
 from paceline.attention.registry import BACKENDS
 from paceline.core.errors import ConfigError
@@ -114,6 +114,17 @@ def test_another_dtype_is_farther_than_any_usual_size():
     table = [row("a", 10.0, dtype="float16"), row("b", 20.0, dtype="float16")]
     table += [row("a", 20.0, head_dim=64, page_size=1), row("b", 10.0, head_dim=64, page_size=1)]
     assert next(iter(ranked(table, "a", "b").us)) == "b"
+
+
+def test_layers_with_chunks_are_compared_with_layers_with_chunks():
+    chunked = replace(LLAMA, chunk=8192)
+    table = [row("a", 10.0), row("b", 5.0)]
+    assert ranked(table, "a", "b", layer=chunked).us == {}
+    table += [row("a", 10.0, chunk=4096), row("b", 20.0, chunk=4096)]
+    assert list(ranked(table, "a", "b", layer=chunked).us) == ["a", "b"]
+    assert list(ranked(table, "a", "b").us) == ["b", "a"]
+    table += [row("a", 20.0, chunk=8192), row("b", 10.0, chunk=8192)]
+    assert list(ranked(table, "a", "b", layer=chunked).us) == ["b", "a"]
 
 
 # --- the preference -------------------------------------------------------------------------------
@@ -227,3 +238,41 @@ def test_the_package_has_a_table_of_backends_it_has():
     assert merged([], table) == table
     assert all(found.us > 0 for found in table)
     assert json.dumps([found.date for found in table])
+
+
+# --- several kinds of layers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plain", "chunks", "name", "why", "of_b"),
+    [
+        (5.0, 5.0, "b", "fastest of b, a for decode on", None),
+        (5.0, None, "a", "no measurements of a, b for decode of chunks on", "preferred for 32/8"),
+        (20.0, 5.0, "a", "fastest of a, b for decode on", "16, bfloat16, chunks of 8192 alone"),
+        (5.0, 20.0, "a", "fastest of a, b for decode of chunks on", "for decode of chunks against"),
+    ],
+)
+def test_another_than_the_first_must_be_faster_with_chunks_and_without(
+    plain, chunks, name, why, of_b
+):
+    table = [row("a", 10.0), row("b", plain)]
+    if chunks is not None:
+        table += [row("a", 10.0, chunk=8192), row("b", chunks, chunk=8192)]
+    layers = (LLAMA, replace(LLAMA, chunk=8192))
+    found = prefer_for_all(("a", "b"), "decode", "NVIDIA H200", layers=layers, table=table)
+    assert found.name == name
+    assert why in found.why
+    assert found.passed_over.keys() == {"a", "b"} - {name}
+    assert of_b is None or of_b in "; ".join(found.passed_over["b"])
+
+
+def test_who_is_preferred_for_some_layers_alone_is_passed_over():
+    table = [row("a", 10.0), row("b", 5.0), row("c", 20.0)]
+    table += [row("a", 10.0, chunk=64), row("b", 20.0, chunk=64), row("c", 5.0, chunk=64)]
+    layers = (LLAMA, replace(LLAMA, chunk=64))
+    found = prefer_for_all("abc", "decode", "NVIDIA H200", layers=layers, table=table)
+    assert (found.name, found.why) == (
+        "a",
+        "first of a, b, c: no other is preferred for all its layers",
+    )
+    assert len(found.passed_over["b"]) == len(found.passed_over["c"]) == 2

@@ -87,15 +87,23 @@ def test_auto_on_a_gpu_chooses_triton() -> None:
     assert choice.rejected["torch"] == ["device must be cpu, got cuda"]
 
 
-def test_auto_passes_over_who_serves_chunks_as_virtual_requests(
+def test_auto_takes_a_library_for_chunks_where_it_was_measured_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry, "_is_installed", lambda package: True)
-    chunked = replace(ON_H200, chunks=frozenset({8192}))
-    choice = choose(chunked)
-    assert choice.name == "triton"
-    why = "it takes chunks as virtual requests, which no measurement is of"
-    assert choice.rejected["fa4"] == choice.rejected["flashinfer"] == [why]
+    monkeypatch.setattr(registry, "AUTO_PACKAGES", {})
+    chunked, asked = (
+        replace(ON_H200, chunks=frozenset({8192})),
+        {"phase": "decode", "gpu": "NVIDIA H200"},
+    )
+    assert choose(chunked).name == "triton"
+    unmeasured = choose(chunked, **asked, table=FA4_IS_FASTER)
+    assert unmeasured.name == "triton"
+    assert "not measured for decode of chunks on NVIDIA H200" in unmeasured.rejected["fa4"]
+    table = [*FA4_IS_FASTER, *(replace(each, chunk=8192) for each in FA4_IS_FASTER)]
+    measured = choose(chunked, **asked, table=table)
+    assert measured.name == "fa4"
+    assert "for decode of chunks on NVIDIA H200 (measured with" in measured.why
+    assert "30.0 us for decode of chunks against 20.0 of fa4" in measured.rejected["triton"]
 
 
 def test_a_backend_whose_chunks_are_no_chunk_support_is_refused() -> None:
@@ -284,9 +292,12 @@ FA4_IS_FASTER = [_row("triton", 30.0), _row("fa4", 20.0)]
 def test_auto_takes_the_measured_fastest_of_what_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    absent = choose(ON_H200, phase="decode", gpu="NVIDIA H200", table=FA4_IS_FASTER)
-    assert absent.name == "triton"
-    assert absent.rejected["fa4"] == ["flash-attn-4 must be installed, got no such package"]
+    for missing in ("flash-attn-4", "nvidia-cutlass-dsl"):  # the package, and one that it imports
+        monkeypatch.setattr(registry, "_is_installed", lambda each, gone=missing: each != gone)
+        absent = choose(ON_H200, phase="decode", gpu="NVIDIA H200", table=FA4_IS_FASTER)
+        assert absent.name == "triton"
+        assert absent.rejected["fa4"] == [f"{missing} must be installed, got no such package"]
+        assert choose(ON_H200, "fa4").name == "fa4"  # asked for, it says so where it is imported
     monkeypatch.setattr(registry, "AUTO_PACKAGES", {})
     choice = choose(ON_H200, phase="decode", gpu="NVIDIA H200", table=FA4_IS_FASTER)
     assert choice.name == "fa4"

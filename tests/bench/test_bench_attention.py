@@ -197,6 +197,26 @@ def test_bytes_and_products_are_those_of_the_visible_pairs():
     assert extend.flops == 4 * 4 * 8 * 4 * pairs
 
 
+@pytest.mark.parametrize("extend_len", [1, 5, 21])
+def test_a_token_sees_its_own_chunk_alone(extend_len):
+    shape = small(kv_len=38, extend_len=extend_len, chunk=16)
+    positions = range(38 - extend_len, 38)
+    pairs = sum(
+        key // 16 == position // 16 for position in positions for key in range(position + 1)
+    )
+    assert shape.flops == 4 * 4 * 8 * 4 * pairs
+    assert shape.moved_bytes == 4 * (38 - positions[0] // 16 * 16) * shape.kv_token_bytes
+    report = bench_attention(shape, backend="torch", peer="none", device=cpu_facts())
+    assert report.results[0].error < 8.0
+    jsonschema.validate(report.to_json(), json.loads(SCHEMA.read_text()))
+
+
+def test_the_suite_of_chunks_has_loads_within_one_and_across():
+    loads = {(each.kv_len, each.extend_len) for each in suite(small(chunk=8192))}
+    decodes, prefills = {(4096, 1), (12288, 1)}, {(1024, 1024), (12288, 8192)}
+    assert loads == decodes | prefills
+
+
 def test_the_limit_is_the_slower_of_memory_and_products():
     h200 = GPUS["h200"]
     peaks = (h200.bandwidth_bytes_s, h200.matmul_flops)

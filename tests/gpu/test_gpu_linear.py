@@ -7,7 +7,9 @@ import pytest
 import torch
 from packed_cases import KINDS, random_weight, relative
 
-from paceline.kernels.linear import gated_linear, linear
+from paceline.kernels.act_and_mul import ACTIVATIONS, act_and_mul_reference, activate
+from paceline.kernels.activated_linear import fits_activated
+from paceline.kernels.linear import gated_linear, linear, linear_then
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts_reference
 from paceline.kernels.moe_route import moe_route
 from paceline.kernels.packed_experts import PackedExpertWeights, PackedMatrices, packed_experts
@@ -67,6 +69,33 @@ def test_gated_products_equal_float64(tokens: int, rows: int, inner: int) -> Non
     torch.testing.assert_close(
         gated_linear(x, weight, bias, "silu").double(), exact, rtol=2**-5, atol=5e-2
     )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("tokens", "features", "inner"), [(2125, 3072, 768), (2048, 136, 64)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_activations_in_products_equal_float64(
+    tokens: int, features: int, inner: int, activation: str, gated: bool
+) -> None:
+    """Of whole tiles and of partial ones, eagerly and replayed behind the product before it."""
+    x, weight, bias = operands(tokens, features * (1 + gated), inner)
+    assert fits_activated(x, weight, gated=gated)
+    product = (x.double() @ weight.double().T + bias.double()).bfloat16()
+    run = gated_linear if gated else linear_then
+    exact = (
+        act_and_mul_reference(product, activation)
+        if gated
+        else activate(product.float(), activation)
+    )
+    out = run(x, weight, bias, activation)
+    torch.testing.assert_close(out.double(), exact.double(), rtol=2**-6, atol=2e-2)
+    graph = torch.cuda.CUDAGraph()
+    copied = torch.empty_like(x)
+    with torch.cuda.graph(graph):
+        copied.copy_(x)
+        again = run(copied, weight, bias, activation)
+    graph.replay()
+    assert torch.equal(again, out)
 
 
 @TOKENS

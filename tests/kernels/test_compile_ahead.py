@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels._triton.launch import compile_only, launch
 from paceline.kernels.compile_ahead import _Zeroed
@@ -28,6 +29,11 @@ class Kernel(JITFunction):  # type: ignore[type-arg]
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+def tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """What a kernel is given to read x in tiles of so many rows."""
+    return TensorDescriptor.from_tensor(x, [rows, 8])
 
 
 def test_a_launch_within_the_block_is_compiled_and_not_started() -> None:
@@ -57,6 +63,9 @@ def test_the_block_ends_where_it_raises() -> None:
         ((torch.zeros(8), 4), (torch.zeros(8), 5), 2),
         ((torch.zeros(8), 4), (None, 4), 2),
         ((torch.zeros(8), 4), (torch.zeros(8), 4), 1),
+        ((tiles(torch.zeros(8, 8), 4),), (tiles(torch.ones(16, 8), 4),), 1),
+        ((tiles(torch.zeros(8, 8), 4),), (tiles(torch.zeros(8, 8), 8),), 2),
+        ((tiles(torch.zeros(8, 8), 4),), (tiles(torch.zeros(8, 8).half(), 4),), 2),
     ],
 )
 def test_alike_launches_are_compiled_once(first: Any, second: Any, times: int) -> None:

@@ -113,7 +113,7 @@ def test_a_library_that_is_not_installed_is_not_chosen_but_may_be_asked_for(
     measured: list[Measurement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured += times("prefill", triton=200.0, fa4=100.0) + times("decode", triton=30.0, fa4=20.0)
-    monkeypatch.setattr(registry, "AUTO_PACKAGES", {"fa4": "no-such-package"})
+    monkeypatch.setattr(registry, "AUTO_PACKAGES", {"fa4": ("torch", "no-such-package")})
     found = phases()
     assert one_backend(found).name == "triton"
     assert found[0].rejected["fa4"] == ["no-such-package must be installed, got no such package"]

@@ -6,13 +6,14 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import published_row
+from paceline.core.model.lookback import Chunk
 
 Phase = Literal["prefill", "decode"]
 Measured = Phase | Literal["expanded"]  # of latents, where keys and values are
@@ -29,10 +30,15 @@ class LayerShape:
     page_size: int  # tokens
     dtype: str  # of queries
     kv_dtype: str  # of the cache, "float8_e4m3fn" too
+    chunk: int | None = None  # tokens: each sees its own chunk alone; None: all before it
 
     def distance(self, other: "LayerShape") -> float:
-        """Factors of two between the sizes, heads counted per KV head, and of KV heads."""
+        """Factors of two between the sizes, heads counted per KV head, and of KV heads.  Infinite
+        between layers with chunks and without: a library may run them in other ways."""
+        if (self.chunk is None) != (other.chunk is None):
+            return math.inf
         pairs = (
+            (self.chunk or 1, other.chunk or 1),
             (self.head_dim, other.head_dim),
             (self.num_heads / self.num_kv_heads, other.num_heads / other.num_kv_heads),
             (self.num_kv_heads, other.num_kv_heads),
@@ -44,7 +50,8 @@ class LayerShape:
     def __str__(self) -> str:
         kv = "" if self.kv_dtype == self.dtype else f" over {self.kv_dtype}"
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
-        return f"{heads}, page {self.page_size}, {self.dtype}{kv}"
+        chunk = "" if self.chunk is None else f", {Chunk(self.chunk)}"
+        return f"{heads}, page {self.page_size}, {self.dtype}{kv}{chunk}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +74,7 @@ class Measurement:
     error: float  # in the unit of the benchmark, which refuses wrong answers
     date: str  # YYYY-MM-DD
     versions: Mapping[str, str | None]  # of what the time depends on
+    chunk: int | None = None  # as of LayerShape; rows of tables before it was have none
 
     @property
     def layer(self) -> LayerShape:
@@ -77,6 +85,7 @@ class Measurement:
             page_size=self.page_size,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
+            chunk=self.chunk,
         )
 
     @property
@@ -87,7 +96,7 @@ class Measurement:
     @property
     def key(self) -> tuple[str | int, ...]:
         """Rows of one key replace one another."""
-        shape = (self.num_heads, self.num_kv_heads, self.head_dim, self.page_size)
+        shape = (self.num_heads, self.num_kv_heads, self.head_dim, self.page_size, self.chunk or 0)
         dtypes = (self.dtype, self.kv_dtype)
         return board(self.gpu), self.phase, *dtypes, *shape, *self.load, self.backend
 
@@ -110,10 +119,12 @@ def fastest(
     """Rank `candidates`, the preferred one first, by the rows of the measured layer nearest to
     `layer` on this GPU, over the loads they share.
 
-    Who shares none is unmeasured, and so are all where the preferred one has no row.
+    Who shares none is unmeasured, and so are all where the preferred one has no row of a layer
+    that can be compared.
     """
     rows = [row for row in table if board(row.gpu) == board(gpu) and row.phase == phase]
     known = [row.layer for row in rows if row.backend == candidates[0]]
+    known = [each for each in known if layer.distance(each) < math.inf]
     if not known:
         return Ranking(us={}, unmeasured=tuple(candidates), layer=None)
     nearest = min(known, key=layer.distance)
@@ -150,6 +161,7 @@ def package_table() -> tuple[Measurement, ...]:
 def parse_table(text: str | bytes, *, source: str) -> tuple[Measurement, ...]:
     """The rows of a table file.  Raises ConfigError, naming `source`, for anything else."""
     wanted = {field.name for field in fields(Measurement)}
+    required = {field.name for field in fields(Measurement) if field.default is MISSING}
     try:
         rows = json.loads(text if isinstance(text, str) else text.decode())
     except UnicodeDecodeError as error:
@@ -159,7 +171,7 @@ def parse_table(text: str | bytes, *, source: str) -> tuple[Measurement, ...]:
     if not isinstance(rows, list):
         raise _no_table(source, f"a JSON {type(rows).__name__}")
     for row in rows:
-        if not isinstance(row, dict) or row.keys() != wanted:
+        if not isinstance(row, dict) or not required <= row.keys() <= wanted:
             names = sorted(row) if isinstance(row, dict) else row
             raise _no_table(source, f"a row of {names}")
         for name, value in row.items():
@@ -190,7 +202,9 @@ def beside(path: Path) -> Path:
 def _fits(name: str, value: object) -> bool:
     """Whether a field of a row may hold `value`: of its numbers only an error may be 0."""
     kind = Measurement.__dataclass_fields__[name].type
-    if kind is int:
+    if value is None:
+        return Measurement.__dataclass_fields__[name].default is None
+    if kind is int or kind == int | None:
         return type(value) is int and value > 0
     if kind is float:
         least = 0.0 if name == "error" else math.ulp(0.0)

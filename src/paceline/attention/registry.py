@@ -2,7 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import (
@@ -14,7 +14,7 @@ from paceline.attention.contract import (
 from paceline.attention.hybrid import hybrid
 from paceline.attention.measurements import LayerShape, Phase, Table, package_table
 from paceline.attention.names import NO_ATTENTION, Cascade, Name, Pair, parse
-from paceline.attention.preference import prefer
+from paceline.attention.preference import prefer_for_all
 from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.near import did_you_mean
@@ -42,12 +42,13 @@ AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("torch",),
     "cuda": ("triton", "flashinfer", "fa4", "flashinfer_mla", "flashmla"),
 }
-# The package without which auto passes a backend over, also when it plans for another machine.
-AUTO_PACKAGES: dict[str, str] = {
-    "flashinfer": "flashinfer-python",
-    "fa4": "flash-attn-4",
-    "flashinfer_mla": "flashinfer-python",
-    "flashmla": "sglang-kernel",
+# The packages without which auto passes a backend over, also when it plans for another machine: a
+# library's own, and those that it imports and that may be missing beside it (`pip --no-deps`).
+AUTO_PACKAGES: dict[str, tuple[str, ...]] = {
+    "flashinfer": ("flashinfer-python",),
+    "fa4": ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels"),
+    "flashinfer_mla": ("flashinfer-python",),
+    "flashmla": ("sglang-kernel",),
 }
 
 
@@ -182,7 +183,7 @@ def choose(
     name, why = runnable[0], f"first of {', '.join(order)} that can run on {config.device_type}"
     if len(runnable) > 1 and phase is not None and gpu is not None:
         known = package_table() if table is None else table
-        found = prefer(runnable, phase, gpu, layer=_layer_shape(config), table=known)
+        found = prefer_for_all(runnable, phase, gpu, layers=_layer_shapes(config), table=known)
         name, why = found.name, found.why
         rejected |= found.passed_over
     for other in BACKENDS:
@@ -201,17 +202,14 @@ def _auto_reasons(
     can = load_backend(name).capabilities
     if rounds and can.host_plan:
         reasons.append("it plans on the host, which would wait for the outputs of every round")
-    if config.chunks and can.chunks is ChunkSupport.WHOLE_PAGES:
-        reasons.append("it takes chunks as virtual requests, which no measurement is of")
-    return reasons or absent_package(name)
+    return reasons or absent_packages(name)
 
 
-def absent_package(name: str) -> list[str]:
-    """Why auto passes `name` over for want of its package; empty where it has it, or needs none."""
-    package = AUTO_PACKAGES.get(name)
-    if package is None or _is_installed(package):
-        return []
-    return [f"{package} must be installed, got no such package"]
+def absent_packages(name: str) -> list[str]:
+    """Why auto passes `name` over for want of packages, the first of them; empty where it has them,
+    or needs none."""
+    absent = [each for each in AUTO_PACKAGES.get(name, ()) if not _is_installed(each)]
+    return [f"{package} must be installed, got no such package" for package in absent[:1]]
 
 
 def _is_installed(package: str) -> bool:
@@ -222,9 +220,10 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def _layer_shape(config: AttentionConfig) -> LayerShape:
+def _layer_shapes(config: AttentionConfig) -> tuple[LayerShape, ...]:
+    """Of layers that see all, and of each size of chunks."""
     heads = config.heads[0]
-    return LayerShape(
+    plain = LayerShape(
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
@@ -232,3 +231,4 @@ def _layer_shape(config: AttentionConfig) -> LayerShape:
         dtype=str(config.dtype).removeprefix("torch."),
         kv_dtype=str(config.kv_dtype).removeprefix("torch."),
     )
+    return plain, *(replace(plain, chunk=size) for size in sorted(config.chunks))

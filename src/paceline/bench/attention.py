@@ -94,7 +94,8 @@ class AttentionReport:
         rows = [
             f"{phase}: {shape.batch_size} x {shape.kv_len} keys, {shape.num_heads}/"
             f"{shape.num_kv_heads} heads of {shape.head_dim}, page {shape.page_size}, "
-            f"{shape.dtype}, cache {shape.kv_dtype}, {self.layers} layers",
+            f"{shape.dtype}, cache {shape.kv_dtype}, {self.layers} layers"
+            + ("" if shape.lookback is None else f", {shape.lookback}"),
             f"on {self.facts.name}; peer {peer.name or 'none'} ({peer.why})",
             f"{'':<26}{'us':>10}{'spread':>9}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>10}{'error':>8}",
         ]

@@ -40,6 +40,7 @@ def attention_config(
         masks=frozenset({MaskKind.CAUSAL}),
         needs_lse=False,
         graph=GraphSupport.DECODE if shape.extend_len == 1 else GraphSupport.UNIFORM,
+        chunks=frozenset() if shape.chunk is None else frozenset({shape.chunk}),
     )
 
 
@@ -115,7 +116,7 @@ def num_layers(shape: AttentionShape, device: DeviceFacts) -> int:
 def require_memory(shape: AttentionShape, layers: int, device: DeviceFacts) -> None:
     """Raises ConfigError when K and V, and one layer's random numbers, exceed the free memory."""
     numbers = 4 * shape.batch_size * shape.kv_len * shape.num_kv_heads * shape.head_dim
-    needed = layers * shape.moved_bytes + 2 * numbers
+    needed = layers * shape.cache_bytes + 2 * numbers
     if needed > device.free_bytes:
         raise ConfigError.about(
             f"memory for {layers} layers' K and V on {device.name}",

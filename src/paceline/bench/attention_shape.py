@@ -7,6 +7,7 @@ from paceline.attention.measurements import LayerShape, Phase
 from paceline.core.dtypes import DTYPES
 from paceline.core.errors import ConfigError
 from paceline.core.model.config import Heads
+from paceline.core.model.lookback import Chunk, first_visible
 from paceline.core.options.spec import Flag
 
 PEERS = ("auto", "flashinfer", "none")
@@ -28,6 +29,12 @@ FLAGS = (
         help="Of latents: columns of the one K that are V, too.",
     ),
     Flag(name="page_size", kind=int, default=16, help="Tokens of a page."),
+    Flag(
+        name="chunk",
+        kind=int,
+        default=None,
+        help="Of chunk-local layers: tokens of a chunk, whose own keys a token sees alone.",
+    ),
     Flag(name="dtype", kind=str, default="bfloat16", help="Of queries and K/V.", choices=DTYPES),
     Flag(name="kv_dtype", kind=str, default="auto", help="Of the cache.", choices=KV_DTYPES),
     Flag(name="backend", kind=str, default="auto", help="As --attention-backend."),
@@ -75,6 +82,7 @@ class AttentionShape:
     page_size: int = 16
     dtype: str = "bfloat16"
     kv_dtype: str = "auto"  # "auto" is dtype
+    chunk: int | None = None  # tokens: each sees the keys of its own alone; None: all before it
 
     def __post_init__(self) -> None:
         counts = {name: value for name, value in asdict(self).items() if isinstance(value, int)}
@@ -111,7 +119,13 @@ class AttentionShape:
             page_size=self.page_size,
             dtype=self.dtype,
             kv_dtype=self.dtype if self.kv_dtype == "auto" else "float8_e4m3fn",
+            chunk=self.chunk,
         )
+
+    @property
+    def lookback(self) -> Chunk | None:
+        """Of the layer."""
+        return None if self.chunk is None else Chunk(self.chunk)
 
     @property
     def kv_token_bytes(self) -> int:
@@ -124,16 +138,28 @@ class AttentionShape:
         return self.num_kv_heads * columns * element
 
     @property
-    def moved_bytes(self) -> int:
-        """What one step must read of the cache."""
+    def cache_bytes(self) -> int:
+        """K and V of all tokens, in one layer."""
         return self.batch_size * self.kv_len * self.kv_token_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """What one step must read of the cache: from its first token's first visible key on."""
+        seen = self.kv_len - first_visible(self.lookback, self.kv_len - self.extend_len)
+        return self.batch_size * seen * self.kv_token_bytes
 
     @property
     def flops(self) -> int:
         """Two products over every visible (query, key) pair."""
-        hidden = self.extend_len * (self.extend_len - 1) // 2
-        pairs = self.batch_size * (self.extend_len * self.kv_len - hidden)
-        return 2 * self.num_heads * (self.head_dim + self.heads.v_head_dim) * pairs
+        seen = self._seen_before(self.kv_len) - self._seen_before(self.kv_len - self.extend_len)
+        dims = self.head_dim + self.heads.v_head_dim
+        return 2 * self.num_heads * dims * self.batch_size * seen
+
+    def _seen_before(self, position: int) -> int:
+        """Pairs of all queries before a position and the keys that they see."""
+        size = self.chunk or self.kv_len
+        whole, rest = divmod(position, size)
+        return whole * (size * (size + 1) // 2) + rest * (rest + 1) // 2
 
     def limit_s(self, bandwidth: float | None, matmul_flops: float | None) -> float | None:
         """Seconds no kernel can beat; None where the device's peaks are not known."""
@@ -152,8 +178,11 @@ def attention_shape(values: Mapping[str, object]) -> AttentionShape:
 def suite(shape: AttentionShape) -> tuple[AttentionShape, ...]:
     """The layer of `shape` under the loads that auto compares backends by."""
     lens, batches = ((1024, 8192), (1, 16, 64)) if shape.latent_rank else ((1024, 4096), (1, 8, 64))
-    decodes = [(batch, kv_len, 1) for kv_len in lens for batch in batches]
     prefills = [(1, 1024, 1024), (1, 8192, 8192), (8, 1024, 1024)]
+    if shape.chunk is not None:  # half of the first chunk and of the second, and across the edge
+        lens = (max(1, shape.chunk // 2), shape.chunk + shape.chunk // 2)
+        prefills[1] = (1, lens[1], shape.chunk)
+    decodes = [(batch, kv_len, 1) for kv_len in lens for batch in batches]
     return tuple(
         replace(shape, batch_size=batch, kv_len=kv_len, extend_len=extend)
         for batch, kv_len, extend in decodes + prefills

@@ -53,7 +53,7 @@ class Workload:
             max_reqs=len(self.kv_lens),
             max_tokens=self.q.shape[0],
             max_pages=(table.shape[1],),
-            windows=(None,),
+            windows=(shape.lookback,),
             page_size=shape.page_size,
         )
 
@@ -102,7 +102,7 @@ class Workload:
                 self.view.cu_seqlens_q[:2].clamp(max=len(rows)),
                 len(rows),
             ),
-            Weighing(layer.spec.scale),
+            Weighing(layer.spec.scale, chunk=self.shape.chunk),
         )
         return float(found.max())
 
@@ -179,7 +179,7 @@ def _layer(
         head_dim=shape.head_dim,
         v_head_dim=shape.heads.v_head_dim,
         scale=shape.head_dim**-0.5,
-        window=None,
+        window=shape.lookback,
         soft_cap=None,
         v_in_k=shape.heads.v_in_k,
     )

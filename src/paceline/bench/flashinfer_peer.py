@@ -30,6 +30,8 @@ def absence(shape: AttentionShape, device_type: str) -> str | None:
         return f"it needs a CUDA device, not {device_type}"
     if shape.latent_rank is not None:
         return "latents are another wrapper's: name flashinfer_mla among --backends"
+    if shape.chunk is not None:
+        return "its wrappers know no chunks: name flashinfer among --backends"
     if shape.dtype == "float32" or shape.head_dim not in HEAD_DIMS:
         heads = ", ".join(map(str, HEAD_DIMS))
         return f"it has 16-bit queries of head dims {heads}, not {shape.dtype} of {shape.head_dim}"

@@ -49,7 +49,7 @@ def act_and_mul_reference(x: Tensor, kind: str) -> Tensor:
     return (activated.to(x.dtype).float() * up).to(x.dtype)
 
 
-_ON_CPU: dict[str, Callable[[Tensor], Tensor]] = {
+_BY_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -57,12 +57,17 @@ _ON_CPU: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activate(x: Tensor, kind: str) -> Tensor:
+    """act(x) by torch, a new tensor of x's shape and dtype.  kind: one of ACTIVATIONS."""
+    return _BY_TORCH[kind](x)
+
+
 def _bind_act_and_mul(x: Tensor, kind: str, out: Tensor) -> Run:
     gate, up = x.chunk(2, dim=-1)
-    activate = _ON_CPU[kind]
+    act = _BY_TORCH[kind]
 
     def run() -> None:
-        torch.mul(activate(gate), up, out=out)
+        torch.mul(act(gate), up, out=out)
 
     return run
 

@@ -7,7 +7,8 @@ gains nothing.  One thread alone has small products from kernels.openblas.  16-b
 without instructions for them take kernels.linear_cpu.  `benchmarks/cpu_linear.py` measures all of
 this.
 
-On a GPU a few tokens take kernels.skinny_linear, more take cuBLAS.
+On a GPU a few tokens take kernels.skinny_linear, more take cuBLAS, and many with an activation
+behind them kernels.activated_linear.
 """
 
 from functools import cache
@@ -16,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.act_and_mul import act_and_mul
+from paceline.kernels.act_and_mul import act_and_mul, activate
+from paceline.kernels.activated_linear import activated_linear, fits_activated
 from paceline.kernels.linear_cpu import is_emulated, linear_cpu
 from paceline.kernels.openblas import fits_openblas, has_avx512, openblas_linear
 from paceline.kernels.skinny_linear import fits_skinny, skinny_linear
@@ -65,4 +67,17 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     """
     if fits_skinny(x, weight, parts=2):
         return skinny_linear(x, weight, bias, activation=activation)
+    if fits_activated(x, weight, gated=True):
+        return activated_linear(x, weight, bias, activation, gated=True)
     return act_and_mul(linear(x, weight, bias), activation)
+
+
+def linear_then(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """act(x W^T + b).
+
+    x: [tokens, in]; weight: [out, in]; bias: [out] or None; activation: one of
+    act_and_mul.ACTIVATIONS.  Returns [tokens, out].  Recordable.
+    """
+    if fits_activated(x, weight, gated=False):
+        return activated_linear(x, weight, bias, activation, gated=False)
+    return activate(linear(x, weight, bias), activation)

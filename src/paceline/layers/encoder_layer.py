@@ -1,6 +1,5 @@
 """Layers of encoders: attention in both directions, which caches nothing, and feed-forward."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.model.config import ModelConfig
@@ -59,13 +58,12 @@ class PostNormEncoderLayer(nn.Module):
         self.up = Linear(whole(hidden), whole(inter), bias=True, placement=placement)
         self.down = Linear(whole(inter), whole(hidden), bias=True, placement=placement)
         self.output_norm = LayerNorm(hidden, eps, bias=True, placement=placement)
-        self.approximate = "tanh" if config.hidden_act == "gelu_tanh" else "none"
+        self.activation = config.hidden_act
 
     def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         """x [tokens, hidden] -> a new tensor of the same shape."""
         x = self.attention_norm.of_sum(self.attention(x, positions, ctx), x)
-        inner = F.gelu(self.up(x), approximate=self.approximate)
-        return self.output_norm.of_sum(self.down(inner), x)
+        return self.output_norm.of_sum(self.down(self.up.then(x, self.activation)), x)
 
 
 class PreNormEncoderLayer(nn.Module):

@@ -24,6 +24,10 @@ class Linear(nn.Module):
         """x [tokens, in] -> [tokens, out]."""
         return self.held.format.apply(x, self.held.weight)
 
+    def then(self, x: Tensor, activation: str) -> Tensor:
+        """act of the same; activation: of act_and_mul.ACTIVATIONS."""
+        return self.held.format.apply_then(x, self.held.weight, activation)
+
 
 class QKVLinear(nn.Module):
     """The projections to Q, K and V as one product; of a rank those of its heads.

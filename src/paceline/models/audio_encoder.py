@@ -27,7 +27,7 @@ class GeluMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        out: Tensor = self.down(F.gelu(self.up(x)))
+        out: Tensor = self.down(self.up.then(x, "gelu"))
         return out
 
     def fill(self, prefix: str) -> Named:

@@ -4,7 +4,7 @@ from paceline.attention.measurements import LayerShape, Table, package_table
 from paceline.attention.names import Pair, parse
 from paceline.attention.preference import prefer
 from paceline.attention.ragged.contract import RaggedBackend, RaggedCapabilities, RaggedConfig
-from paceline.attention.registry import Choice, absent_package
+from paceline.attention.registry import Choice, absent_packages
 from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.near import did_you_mean
 from paceline.core.plugins import load_class, missing_of
@@ -74,7 +74,7 @@ def choose_ragged(
         assert attention is not None
         return _beside(attention, config)
     against = {
-        name: load_ragged(name).unsupported_reasons(config) or absent_package(name)
+        name: load_ragged(name).unsupported_reasons(config) or absent_packages(name)
         for name in AUTO_ORDER
     }
     rejected = {name: reasons for name, reasons in against.items() if reasons}

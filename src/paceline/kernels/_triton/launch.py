@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels._triton.runtime import interpreted
 
@@ -52,6 +53,8 @@ def _specialised(argument: object) -> Hashable:
     """All of a launch's argument that a compiled kernel may depend on, and more."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, tuple(argument.block_shape)
     assert isinstance(argument, Hashable), argument
     return argument
 

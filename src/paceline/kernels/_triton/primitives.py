@@ -33,6 +33,34 @@ def gated_activation(
 
 
 @triton.jit
+def quick_activation(
+    x,  # float32
+    ACTIVATION: tl.constexpr,  # one of kernels.act_and_mul.ACTIVATIONS
+):
+    """act(x) for where instructions count.  All but relu is x / (1 + 2^-p): x times the logistic
+    function of p ln 2, where silu has x, and the form of gelu with tanh twice the argument of that,
+    for (1 + tanh(z)) / 2 = 1 / (1 + e^-2z).  Of gelu p is x times a polynomial in x², fitted to
+    log2(Phi(x) / Phi(-x)) by weighted least squares up to |x| = 6, where act(x) is x or 0 to
+    1e-8: it errs by 4.2e-5 at most, and by a quarter of half a bfloat16 unit and 1e-6 at most."""
+    if ACTIVATION == "relu":
+        activated = tl.where(x < 0.0, 0.0, x)  # NaN stays
+    else:
+        square = x * x
+        if ACTIVATION == "silu":
+            slope = 1.4426950408889634
+        elif ACTIVATION == "gelu_tanh":
+            slope = 0.1029432395800235 * square + 2.302208198144325
+        else:
+            tl.static_assert(ACTIVATION == "gelu")
+            slope = 1.1269352171439095e-06 * square - 3.156940147164278e-05
+            slope = slope * square - 0.0008476654184050858
+            slope = slope * square + 0.10673131048679352
+            slope = slope * square + 2.3007893562316895
+        activated = x / (1.0 + tl.exp2(tl.minimum(-x * slope, 126.0)))  # NaN stays in x
+    return activated
+
+
+@triton.jit
 def swiglu(
     gate,  # float32
     up,  # like gate

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from paceline.core.parallel import Span, whole
-from paceline.kernels.act_and_mul import act_and_mul
+from paceline.kernels.act_and_mul import act_and_mul, activate
 from paceline.kernels.head_products import head_products
-from paceline.kernels.linear import gated_linear, linear
+from paceline.kernels.linear import gated_linear, linear, linear_then
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts
 from paceline.kernels.moe_route import Routing
 from paceline.kernels.reordered_weight import (
@@ -96,6 +96,11 @@ class DenseLinear(LinearFormat[DenseMatrix]):
         if weight.reordered is not None:
             return act_and_mul(self.apply(x, weight), activation)
         return gated_linear(x, weight.weight, weight.bias, activation)
+
+    def apply_then(self, x: Tensor, weight: DenseMatrix, activation: str) -> Tensor:
+        if weight.reordered is not None:
+            return activate(self.apply(x, weight), activation)
+        return linear_then(x, weight.weight, weight.bias, activation)
 
 
 class DenseRows(NamedTuple):

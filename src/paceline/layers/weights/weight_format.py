@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.parallel import Span, whole
-from paceline.kernels.act_and_mul import act_and_mul
+from paceline.kernels.act_and_mul import act_and_mul, activate
 from paceline.kernels.moe_experts import SwiGLU
 from paceline.kernels.moe_route import Routing
 
@@ -162,6 +162,10 @@ class LinearFormat(WeightFormat[Weight]):
     def apply_gated(self, x: Tensor, weight: Weight, activation: str) -> Tensor:
         """act(gate) * up, of two parts of one size; activation: of act_and_mul.ACTIVATIONS."""
         return act_and_mul(self.apply(x, weight), activation)
+
+    def apply_then(self, x: Tensor, weight: Weight, activation: str) -> Tensor:
+        """act(product); activation: of act_and_mul.ACTIVATIONS."""
+        return activate(self.apply(x, weight), activation)
 
 
 class TableFormat(WeightFormat[Weight]):

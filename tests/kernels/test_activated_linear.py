@@ -1,0 +1,102 @@
+"""activated_linear through Triton's interpreter against float64, and when it is taken."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline.core.errors import KernelArgumentError
+from paceline.kernels.act_and_mul import ACTIVATIONS
+from paceline.kernels.activated_linear import activated_linear, fits_activated
+from paceline.kernels.stand_in import StandIn
+
+pytest.importorskip("triton")
+EXACT = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("gated", "dtype"), [(False, torch.bfloat16), (True, torch.float16)])
+def test_it_is_the_activation_of_the_product(
+    activation: str, gated: bool, dtype: torch.dtype
+) -> None:
+    """130 tokens and 136 features are two tiles of both; results reach from -8 to 8."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(130, 64, generator=rng).to(dtype)
+    weight = (torch.randn(136 * (1 + gated), 64, generator=rng) / 4).to(dtype)
+    bias = torch.randn(len(weight), generator=rng).to(dtype)
+    product = (x.double() @ weight.double().T + bias.double()).to(dtype).double()
+    gate, up = product.chunk(2, 1) if gated else (product, None)
+    exact = EXACT[activation](gate).to(dtype).double()
+    exact = exact if up is None else exact * up
+    out = activated_linear(x, weight, bias, activation, gated=gated, by_triton=True)
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), exact, rtol=2 * unit, atol=2e-3)
+    assert out.dtype == dtype
+    without = activated_linear(x, weight, None, activation, gated=gated, by_triton=True)
+    assert not torch.equal(without, out)
+
+
+def test_gelu_errs_by_a_quarter_of_what_rounding_to_bfloat16_may_change() -> None:
+    """Products of one number each, from -12 to 12; rounded to float16, as the interpreter cuts
+    bfloat16 off."""
+    values = torch.linspace(-12, 12, 4096).to(torch.float16)
+    x = torch.zeros(4096, 64, dtype=torch.float16)
+    x[:, 0] = values
+    weight = torch.zeros(8, 64, dtype=torch.float16)
+    weight[0, 0] = 1.0
+    out = activated_linear(x, weight, None, "gelu", gated=False, by_triton=True)[:, 0].double()
+    exact = F.gelu(values.double())
+    rounded = exact.abs() * 2**-11 + 2**-25
+    error = ((out - exact).abs() - rounded).clamp(min=0.0)
+    assert error.max() < 4.3e-5
+    assert (error <= exact.abs() * 2**-9 / 4 + 1e-6).all()
+
+
+def test_what_is_no_number_stays_none() -> None:
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    x[0, 0] = float("nan")
+    out = activated_linear(x, x.new_ones(8, 64), None, "relu", gated=False, by_triton=True)
+    assert out[0].isnan().all()
+    assert not out[1].any()
+
+
+def test_many_tokens_of_16_bits_take_it_on_a_gpu_with_a_copy_engine() -> None:
+    def fits(tokens=2048, inner=768, rows=3072, first=0, **where) -> bool:
+        where = {"dtype": torch.bfloat16, "arch": (9, 0), "kind": "cuda"} | where
+        with StandIn(where["kind"], None, where["arch"]):
+            made = {"device": "meta", "dtype": where["dtype"]}
+            x = torch.empty(tokens, inner + 8, **made)[:, first : first + inner]
+            return fits_activated(x, torch.empty(rows, inner, **made), gated=False)
+
+    assert fits()
+    assert not fits(arch=(12, 0))
+    assert not fits(tokens=2047)
+    assert not fits(inner=800)
+    assert not fits(rows=3076)
+    assert fits(first=8)
+    assert not fits(first=4)
+    assert not fits(dtype=torch.float32)
+    assert not fits(arch=(8, 9))
+    assert not fits(arch=None)
+    assert not fits(kind="cpu", arch=None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "dtype", "name"),
+    [
+        (8, 96, torch.bfloat16, "x"),
+        (8, 64, torch.float32, "x"),
+        (8, 128, torch.bfloat16, "weight"),
+        (24, 64, torch.bfloat16, "weight"),
+    ],
+)
+def test_other_operands_are_refused(rows: int, inner: int, dtype: torch.dtype, name: str) -> None:
+    x = torch.zeros(4, 64 if name == "weight" else inner, dtype=dtype)
+    with pytest.raises(KernelArgumentError, match=f"^{name} must be "):
+        activated_linear(x, torch.zeros(rows, inner, dtype=dtype), None, "silu", gated=True)
+    with pytest.raises(KernelArgumentError, match=r"^activation must be one of"):
+        activated_linear(x, x, None, "erf", gated=False)
