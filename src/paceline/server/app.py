@@ -54,8 +54,8 @@ def build_app(
     the page ask for one.  log: takes the lines of an access log.  trace: makes spans of requests
     for the model of that name."""
     app = _new_app()
+    _add_generation(app, service)  # first: a path is looked for in this order
     add_page(app)
-    _add_generation(app, service)
     _add_models(app, service)
     add_tokens(app, service)
     add_messages(app, service)
