@@ -48,7 +48,7 @@ def test_what_it_sends_is_answered_as_it_reads(world, backend):
     assert (done, rest) == ("data: [DONE]", "")
     *pieces, last = [json.loads(each.removeprefix("data: ")) for each in events]
     assert all(piece["choices"] for piece in pieces)
-    assert not last["choices"] and last["usage"]["completion_tokens"] == LENGTH
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], LENGTH)
 
 
 @pytest.mark.parametrize("backend", REQUESTS)
