@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 from serving import FIRST_WORDS, serving, small_llm, wait_until
 
+from paceline.server.bodies.body import SMALL
 from paceline.server.bodies.reader import Reader
 from paceline.server.limits import LIMITS, ServerLimits
 
@@ -163,6 +165,23 @@ def test_large_bodies_are_not_read_in_this_process(client, monkeypatch):
     large = json.dumps(GOOD).encode().ljust(100_000)
     assert client.post("/v1/completions", content=large, headers=JSON).status_code == 200
     monkeypatch.undo()
+
+
+def test_what_may_take_longer_than_a_turn_of_the_loop_is_read_beside_it(client, monkeypatch):
+    read, seen = Reader.read, []
+
+    def noted(reader, endpoint, body):
+        seen.append(threading.current_thread().name.startswith("asyncio_"))
+        return read(reader, endpoint, body)
+
+    monkeypatch.setattr(Reader, "read", noted)
+    small = json.dumps(GOOD).encode()
+    for body in (small, small.ljust(SMALL), small.ljust(SMALL + 1)):
+        assert client.post("/v1/completions", content=body, headers=JSON).status_code == 200
+    chat = {**GOOD, "messages": [{"role": "user", "content": "a"}]}
+    del chat["prompt"]
+    client.post("/v1/chat/completions", json=chat)  # whatever its template makes of it
+    assert seen == [False, False, True, True]
 
 
 def test_the_command_line_has_these_limits():

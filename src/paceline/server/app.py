@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from paceline.plan.machine import versions
 from paceline.server.access.access import OPEN_ACCESS, Access
-from paceline.server.asking import answered
+from paceline.server.asking import add_asking, answered
 from paceline.server.bodies.body import body_schema
 from paceline.server.bodies.reader import CHAT, COMPLETIONS
 from paceline.server.bodies.wire import ChatRequest, CompletionRequest
@@ -54,8 +54,8 @@ def build_app(
     the page ask for one.  log: takes the lines of an access log.  trace: makes spans of requests
     for the model of that name."""
     app = _new_app()
+    _add_generation(app, service)  # first: a path is looked for in this order
     add_page(app)
-    _add_generation(app, service)
     _add_models(app, service)
     add_tokens(app, service)
     add_messages(app, service)
@@ -110,13 +110,14 @@ def _guarded(
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         return await answered(service, COMPLETIONS, completion_job, request)
 
-    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         return await answered(service, CHAT, chat_job, request)
+
+    add_asking(app, "/v1/completions", completions, **body_schema(CompletionRequest))
+    add_asking(app, "/v1/chat/completions", chat_completions, **body_schema(ChatRequest))
 
 
 def _add_metrics(app: FastAPI, service: Service) -> None:

@@ -12,8 +12,8 @@ from fastapi import Request
 
 from paceline.core.modes import End
 from paceline.engine.request import Share
-from paceline.server.bodies.body import LARGE, read_body
-from paceline.server.bodies.reader import TOLD, Reader, Reading
+from paceline.server.bodies.body import LARGE, SMALL, read_body
+from paceline.server.bodies.reader import COMPLETIONS, TOLD, Reader, Reading
 from paceline.server.bodies.worker import BodyWorker, ReaderFacts
 from paceline.server.border.messages import NO_VECTORS, Ready, Vectors
 from paceline.server.border.remote import RemoteEngine
@@ -108,6 +108,9 @@ class Service:
         if endpoint not in TOLD:
             self.engine.callers.require_room(1)
         parts = await read_body(request)
-        if sum(map(len, parts)) > LARGE:
+        num_bytes = sum(map(len, parts))
+        if num_bytes > LARGE:
             return await self.worker.read(endpoint, parts)
+        if num_bytes <= SMALL and endpoint == COMPLETIONS:  # whose text goes through no template
+            return self.reader.read(endpoint, b"".join(parts))
         return await asyncio.to_thread(self.reader.read, endpoint, b"".join(parts))

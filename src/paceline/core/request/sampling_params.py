@@ -1,9 +1,9 @@
 """SamplingParams: what a caller may ask of the sampler, checked at the edge."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
+from functools import partial
 from typing import Any, TypeGuard
 
 from paceline.core.errors import RequestError
@@ -80,26 +80,12 @@ class SamplingParams:
     trace_tokens: bool = False  # say of tokens where they came from, of rounds what was drafted
 
     def __post_init__(self) -> None:
-        _check_integer("n", self.n, low=1, high=MAX_COMPLETIONS)
-        _check_integer("max_tokens", self.max_tokens, low=1, optional=True)
-        _check_integer("min_tokens", self.min_tokens, low=0, high=MAX_MIN_TOKENS)
-        _check_integer("seed", self.seed, low=-SEED_LIMIT, high=SEED_LIMIT - 1, optional=True)
-        for name in ("logprobs", "prompt_logprobs"):
-            _check_integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS, optional=True)
-        object.__setattr__(self, "top_k", _top_k(self.top_k))
-        for name, (low, high, remedy) in _NUMBERS.items():
-            number = _number(name, getattr(self, name), low=low, high=high, remedy=remedy)
-            object.__setattr__(self, name, number)
+        for name, (default, checked) in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not default:
+                object.__setattr__(self, name, checked(name, value))
         if self.top_p == 0.0:
             raise _error("top_p", "more than 0, at most 1", self.top_p, "use top_k=1 for the best")
-        for name in _BOOLS:
-            _check_bool(name, getattr(self, name))
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
-        object.__setattr__(self, "extra_args", extra_args(self.extra_args))
-        wanted = structured_outputs(self.structured_outputs)
-        object.__setattr__(self, "structured_outputs", wanted)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error(
                 "min_tokens",
@@ -115,12 +101,11 @@ class SamplingParams:
 
         A field that does not exist is refused, never ignored.
         """
-        known = {field.name for field in fields(cls)}
         named: dict[str, Any] = {}
         for key, value in values.items():
             name = _ALIASES.get(key, key)
-            if not isinstance(key, str) or name not in known:
-                raise _unknown_field(key, known)
+            if not isinstance(key, str) or name not in _FIELDS:
+                raise _unknown_field(key, _FIELDS)
             if name in named:
                 # Of two names one is the alias, whichever came first.
                 other = next(alias for alias, field in _ALIASES.items() if field == name)
@@ -190,23 +175,7 @@ class SamplingParams:
                 raise _error(name, expected, outside, "use ids of this model's tokenizer")
 
 
-_BOOLS = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "speculative",
-    "receipt",
-    "trace_tokens",
-)
 _SWITCH = {"on": True, "off": False}
-_NUMBERS: dict[str, tuple[float, float, str]] = {
-    "temperature": (0.0, MAX_TEMPERATURE, "use 0 for greedy"),
-    "top_p": (0.0, 1.0, "use 1 to keep every token"),
-    "min_p": (0.0, 1.0, "use 0 to keep every token"),
-    "repetition_penalty": (0.01, 100.0, "use 1 for none"),
-    "presence_penalty": (-2.0, 2.0, "use 0 for none"),
-    "frequency_penalty": (-2.0, 2.0, "use 0 for none"),
-}
 
 
 def _error(name: str, expected: object, got: object, remedy: str) -> RequestError:
@@ -217,41 +186,45 @@ def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_integer(
+def _integer(
     name: str, value: object, *, low: int, high: int | None = None, optional: bool = False
-) -> None:
+) -> int | None:
     if optional and value is None:
-        return
-    wanted = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
-    expected = f"{wanted} or None" if optional else wanted
+        return None
     if not _is_integer(value):
-        raise _error(name, expected, f"{value!r}", "pass a plain int")
-    if value < low or (high is not None and value > high):
-        raise _error(name, expected, value, "choose a value in range")
+        got, remedy = f"{value!r}", "pass a plain int"
+    elif low <= value and (high is None or value <= high):
+        return value
+    else:
+        got, remedy = str(value), "choose a value in range"
+    wanted = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
+    raise _error(name, f"{wanted} or None" if optional else wanted, got, remedy)
 
 
-def _top_k(value: object) -> int | None:
+def _top_k(name: str, value: object) -> int | None:
     """0 and -1 keep every token too: what other engines write for it."""
     expected = "an integer of at least 1, or None, 0 or -1"
     if value is None:
         return None
     if not _is_integer(value) or value < -1:
-        raise _error("top_k", expected, f"{value!r}", "leave it out (None) to keep every token")
+        raise _error(name, expected, f"{value!r}", "leave it out (None) to keep every token")
     return value if value > 0 else None
 
 
 def _number(name: str, value: object, *, low: float, high: float, remedy: str) -> float:
-    expected = f"a finite number in {low:g}..{high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _error(name, expected, f"{value!r}", remedy)
-    if not math.isfinite(value) or not low <= value <= high:
-        raise _error(name, expected, value, remedy)
-    return float(value)
+        got = f"{value!r}"
+    elif low <= value <= high:  # which NaN is not
+        return float(value)
+    else:
+        got = str(value)
+    raise _error(name, f"a finite number in {low:g}..{high:g}", got, remedy)
 
 
-def _check_bool(name: str, value: object) -> None:
+def _bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _error(name, "True or False", f"{value!r}", "pass a bool")
+    return value
 
 
 def _switch(name: str, value: object) -> bool:
@@ -262,46 +235,46 @@ def _switch(name: str, value: object) -> bool:
     return _SWITCH[value]
 
 
-def _stop_strings(value: object) -> tuple[str, ...]:
+def _stop_strings(name: str, value: object) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value
     if isinstance(strings, Sequence) and len(strings) > MAX_STOP_STRINGS:
-        raise _error("stop", f"at most {MAX_STOP_STRINGS} strings", len(strings), "give fewer")
+        raise _error(name, f"at most {MAX_STOP_STRINGS} strings", len(strings), "give fewer")
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
-        raise _error("stop", "non-empty strings", f"{value!r}", "leave it out for none")
+        raise _error(name, "non-empty strings", f"{value!r}", "leave it out for none")
     longest = max(map(len, strings), default=0)
     if longest > MAX_STOP_CHARS:
-        raise _error("stop", f"at most {MAX_STOP_CHARS} characters each", longest, "shorten it")
+        raise _error(name, f"at most {MAX_STOP_CHARS} characters each", longest, "shorten it")
     return tuple(dict.fromkeys(strings))
 
 
-def _stop_ids(value: object) -> tuple[int, ...]:
+def _stop_ids(name: str, value: object) -> tuple[int, ...]:
     expected = "a sequence of token ids (integers of at least 0)"
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise _error("stop_token_ids", expected, f"{value!r}", "pass a list of ints")
+        raise _error(name, expected, f"{value!r}", "pass a list of ints")
     if len(value) > MAX_STOP_IDS:
         remedy = "give fewer, or use stop strings"
-        raise _error("stop_token_ids", f"at most {MAX_STOP_IDS} ids", len(value), remedy)
+        raise _error(name, f"at most {MAX_STOP_IDS} ids", len(value), remedy)
     for token in value:
         if not _is_integer(token) or token < 0:
-            raise _error("stop_token_ids", expected, f"{token!r}", "pass a list of ints")
+            raise _error(name, expected, f"{token!r}", "pass a list of ints")
     return tuple(dict.fromkeys(value))
 
 
-def _bias_pairs(value: object) -> tuple[tuple[int, float], ...]:
+def _bias_pairs(name: str, value: object) -> tuple[tuple[int, float], ...]:
     expected = "a mapping from token ids to numbers in -100..100"
     remedy = "pass {token_id: bias}"
     if isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value):
         value = dict(value)
     if not isinstance(value, Mapping):
-        raise _error("logit_bias", expected, f"{value!r}", remedy)
+        raise _error(name, expected, f"{value!r}", remedy)
     if len(value) > MAX_LOGIT_BIAS:
-        raise _error("logit_bias", f"at most {MAX_LOGIT_BIAS} entries", len(value), "give fewer")
+        raise _error(name, f"at most {MAX_LOGIT_BIAS} entries", len(value), "give fewer")
     pairs = []
     for token, bias in value.items():
         if not _is_integer(token) or token < 0:
-            raise _error("logit_bias", expected, f"the key {token!r}", remedy)
-        name = f"logit_bias[{token}]"
-        pairs.append((token, _number(name, bias, low=-100.0, high=100.0, remedy="use 0 for none")))
+            raise _error(name, expected, f"the key {token!r}", remedy)
+        each = f"{name}[{token}]"
+        pairs.append((token, _number(each, bias, low=-100.0, high=100.0, remedy="use 0 for none")))
     return tuple(sorted(pairs))
 
 
@@ -319,6 +292,37 @@ def _unknown_field(key: object, known: set[str]) -> RequestError:
     remedy = did_you_mean(str(key), known | set(_ALIASES), otherwise="remove it")
     expected = f"one of {', '.join(sorted(known))}"
     return _error("sampling field", expected, f"{key!r}", remedy)
+
+
+_CHECKED: dict[str, Callable[[str, Any], object]] = {
+    "n": partial(_integer, low=1, high=MAX_COMPLETIONS),
+    "max_tokens": partial(_integer, low=1, optional=True),
+    "min_tokens": partial(_integer, low=0, high=MAX_MIN_TOKENS),
+    "seed": partial(_integer, low=-SEED_LIMIT, high=SEED_LIMIT - 1, optional=True),
+    "logprobs": partial(_integer, low=0, high=MAX_LOGPROBS, optional=True),
+    "prompt_logprobs": partial(_integer, low=0, high=MAX_LOGPROBS, optional=True),
+    "top_k": _top_k,
+    "temperature": partial(_number, low=0.0, high=MAX_TEMPERATURE, remedy="use 0 for greedy"),
+    "top_p": partial(_number, low=0.0, high=1.0, remedy="use 1 to keep every token"),
+    "min_p": partial(_number, low=0.0, high=1.0, remedy="use 0 to keep every token"),
+    "repetition_penalty": partial(_number, low=0.01, high=100.0, remedy="use 1 for none"),
+    "presence_penalty": partial(_number, low=-2.0, high=2.0, remedy="use 0 for none"),
+    "frequency_penalty": partial(_number, low=-2.0, high=2.0, remedy="use 0 for none"),
+    "ignore_eos": _bool,
+    "include_stop_str_in_output": _bool,
+    "skip_special_tokens": _bool,
+    "speculative": _bool,
+    "receipt": _bool,
+    "trace_tokens": _bool,
+    "stop": _stop_strings,
+    "stop_token_ids": _stop_ids,
+    "logit_bias": _bias_pairs,
+    "extra_args": lambda _, value: extra_args(value),
+    "structured_outputs": lambda _, value: structured_outputs(value),
+}
+_FIELDS = {field.name for field in fields(SamplingParams)}
+# Of each field its default, which needs no look, and what checks and keeps another value.
+_CHECKS = {field.name: (field.default, _CHECKED[field.name]) for field in fields(SamplingParams)}
 
 
 def require_possible(num_completions: int, max_open: int) -> None:

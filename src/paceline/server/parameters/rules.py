@@ -3,6 +3,7 @@
 The same rules refuse requests, and are told by GET /capabilities and docs/parameters.md.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -81,10 +82,11 @@ RULES = (
 )
 
 
-def rules_of(kind: type[msgspec.Struct]) -> list[Rule]:
+@cache
+def rules_of(kind: type[msgspec.Struct]) -> tuple[Rule, ...]:
     """Those whose fields `kind` has."""
     names = {"", *kind.__struct_fields__}
-    return [r for r in RULES if {r.name, r.needs, r.excludes, r.agrees, r.when} <= names]
+    return tuple(r for r in RULES if {r.name, r.needs, r.excludes, r.agrees, r.when} <= names)
 
 
 def check_rules(request: msgspec.Struct, within: str = "") -> None:
