@@ -26,6 +26,7 @@ from paceline.kernels.edit_logits import (
     SampledRows,
     edit_rows,
     kinds_of,
+    rows_that_ask,
     undo_edits,
 )
 from paceline.kernels.gumbel import gumbel_at
@@ -116,11 +117,13 @@ def _bind_draw(logits: Tensor, *fields: Tensor | None) -> Run:
         note_finite(wide)
         values = host_array(wide) if given is None else given
         asks = host_edits.asks[host_at.rows]
-        undo = edit_rows(values, asks, host_at, host_edits)
+        kinds = kinds_of(asks)
+        undo = edit_rows(values, asks, kinds, host_at, host_edits)
         try:
             values.argmax(-1, out=chosen)
-            if kinds_of(asks) & _DRAWS:
-                draw_rows(wide, values, ((asks & _DRAWS != 0) & is_finite).nonzero()[0])
+            if kinds & _DRAWS:
+                ns = rows_that_ask(asks, _DRAWS)
+                draw_rows(wide, values, ns[is_finite[ns]])
         finally:
             undo_edits(values, undo)
         chosen[~is_finite] = 0

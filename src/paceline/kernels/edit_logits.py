@@ -100,30 +100,40 @@ def kinds_of(asks: NDArray[np.int64]) -> int:
     return reduce(or_, set(asks.tolist()), 0)
 
 
+def rows_that_ask(asks: NDArray[np.int64], kind: int) -> NDArray[np.int64]:
+    """The rows of the logits that ask for `kind`: [rows].  asks: [num_rows] Asks."""
+    # numpy's loops take an array at once; a scalar is looked at in each call.
+    return (asks & np.array(kind)).nonzero()[0]
+
+
 def edit_rows(
-    logits: NDArray[np.float32], asks: NDArray[np.int64], at: HostRows, host: HostEdits
+    logits: NDArray[np.float32],
+    asks: NDArray[np.int64],
+    kinds: int,
+    at: HostRows,
+    host: HostEdits,
 ) -> list[Undo]:
     """Edit the rows that ask, in place; returns what `undo_edits` takes.
 
-    logits: [num_rows, vocab]; asks: [num_rows] Asks of each.
+    logits: [num_rows, vocab]; asks: [num_rows] Asks of each; kinds: `kinds_of` them.
     """
     undo: list[Undo] = []
-    kinds, vocab = kinds_of(asks), logits.shape[1]
+    vocab = logits.shape[1]
     if kinds & _BIAS:
-        ns = (asks & _BIAS).nonzero()[0]
+        ns = rows_that_ask(asks, _BIAS)
         rows, ids, places = _listed(ns, at, host.bias_ids, host.bias_count, vocab)
         values = logits[rows, ids]
         undo.append(Undo(rows, ids, values))
         bias = host.bias_values[at.rows[rows], places]
         logits[rows, ids] = values + bias  # a row has each id once
     if kinds & _PENALISE:
-        for n in (asks & _PENALISE).nonzero()[0].tolist():
+        for n in rows_that_ask(asks, _PENALISE).tolist():
             row, of_row = at.rows[n], logits[n]
             ids, num_prompt = _history(at, n, host.prompt_len[row], vocab=vocab)
             undo.append(Undo(n, ids, of_row[ids]))
             of_row[ids] = _penalised(of_row, ids, ids[num_prompt:], host, row)
     if kinds & _MIN_TOKENS:
-        ns = (asks & _MIN_TOKENS).nonzero()[0]
+        ns = rows_that_ask(asks, _MIN_TOKENS)
         ns = ns[at.positions[ns] < host.min_len[at.rows[ns]]]
         if len(ns):
             rows, ids, _ = _listed(ns, at, host.stop_ids, host.num_stop_ids, vocab)
@@ -152,10 +162,14 @@ def _listed(
     """
     rows = at.rows[ns]
     counts = counts[rows]
-    most = max(counts.tolist())
+    each = counts.tolist()
+    most = max(each)
     listed = ids[:, :most][rows]
-    is_token = _PLACES[:most] < counts[:, None]
-    is_token &= listed.view(np.uint64) < vocab  # an id below 0 is a large number
+    is_token = listed.view(np.uint64) < np.array(
+        vocab, np.uint64
+    )  # an id below 0 is a large number
+    if min(each) < most:
+        is_token &= _PLACES[:most] < counts[:, None]
     which, places = is_token.nonzero()
     return ns[which], listed[which, places], places
 
@@ -199,7 +213,8 @@ def _bind_edit_logits(logits: Tensor, *fields: Tensor | None) -> Run:
     values = host_array(logits)
 
     def run() -> None:
-        edit_rows(values, edits.asks[at.rows], at, edits)
+        asks = edits.asks[at.rows]
+        edit_rows(values, asks, kinds_of(asks), at, edits)
 
     return run
 
