@@ -1,10 +1,10 @@
 """One row's sample on a CPU, without a sort and with little noise; see kernels/draw.py.
 
-The cut of top-p lies among likely tokens as a rule.  Then the masses of these are exact, and the sum
-of all is a float32: where the cut would be another within its error, and where many tokens are
-likely, all masses are exact.  Of many tokens a cut is found by radix: masses by the highest digit of
-the key, then among the tokens of the one digit in which the cut lies, and so on.  Keys are the bits
-of -scaled, 0 or above.
+The cut of top-p lies among likely tokens as a rule.  Then the masses of these are exact, and the
+sum of all is a float32: where the cut would be another within its error, and where many tokens are
+likely, all masses are exact.  Of many tokens a cut is found by radix: masses by the highest digit
+of the key, then among the tokens of the one digit in which the cut lies, and so on.  Keys are the
+bits of -scaled, 0 or above.
 
 Noise is dear, its hash is not, and a token wins only with a high score.  The score of the most
 likely token is a floor.  No noise is above 28.43, so tokens too far below the floor for that are
