@@ -158,7 +158,7 @@ class Scheduler:
             self._plan_slots(plan, epoch)
         rows = plan.rows.values()
         self._in_flight.launch(epoch, rows)
-        self._last_had_prefill = any([row.is_prefill for row in rows])
+        self._last_had_prefill = True in [row.is_prefill for row in rows]
         return plan.build(
             epoch, is_crowded=self._cache.is_crowded, has_prefill=self._last_had_prefill
         )
@@ -182,18 +182,18 @@ class Scheduler:
             or self._cache.has_states
             or self._cache.has_windows
         )
-        running, goes_on = RequestState.RUNNING, FinishCode.RUNNING
+        running, running_code = RequestState.RUNNING, FinishCode.RUNNING
         for index, row in enumerate(rows):
             request = row.request
-            if is_plain and request.state is running and outputs.finish[index] is goes_on:
-                if not row.is_prefill:
-                    updates.append(self._receive_token(request, outputs, index))
-                    continue
+            goes_on = outputs.finish[index] is running_code and request.state is running
+            if is_plain and goes_on and not row.is_prefill:
+                updates.append(self._receive_token(request, outputs, index))
+                continue
             update = self._receive(row, outputs, index, share)
             if update is not None:
                 updates.append(update)
-            if row.request.state is not RequestState.RUNNING:
-                self._roster.settle(row.request)
+            if request.state is not running:
+                self._roster.settle(request)
         return updates
 
     def check_integrity(self) -> None:

@@ -260,7 +260,7 @@ class StepPlan:
             is_round=is_round,
             prefix_lens_bound=prefix_lens,
             sampler=max([request.tier for request in emitting], default=SamplerTier.GREEDY),
-            logprobs=any([request.params.logprobs is not None for request in emitting]),
+            logprobs=True in [request.params.logprobs is not None for request in emitting],
             deltas=tuple(chain.from_iterable(deltas)),
             prompt_spans=tuple(self._prompt_spans()) if has_prefill else (),
             observed=self.observed,
