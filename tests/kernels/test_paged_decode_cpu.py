@@ -143,15 +143,21 @@ def test_a_single_request_in_one_run_of_pages_is_read_in_place(
 
 
 @pytest.mark.skipif(not computes_alone(), reason="one thread with OpenBLAS and AVX-512")
-def test_long_requests_in_one_run_each_are_read_in_place() -> None:
-    shape = replace(SHAPES["gqa-wide-v"], page_size=1024)
-    case = make_case(BATCHES["unlike"], shape, seed=4)
+@pytest.mark.parametrize(("page_size", "in_place"), [(16, False), (1024, True)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_long_requests_are_multiplied_one_by_one(
+    shape: str, page_size: int, in_place: bool
+) -> None:
+    """Of pages that follow one another; in place where those of a request are neighbours."""
+    case = make_case(BATCHES["unlike"], replace(SHAPES[shape], page_size=page_size), seed=4)
+    follow = {name: getattr(case, name).contiguous() for name in ("k_cache", "v_cache")}
+    case = replace(case, **follow)
     lists = empty_lists(case)
     list_slots(case, lists)
-    assert lists["extents"][:, 1].all()
-    lists["slots"].fill_(-1)
-    out = paged_decode_cpu(case.q, case.cache, case.weighing, **lists)
-    assert worst_error(case, out) <= 1.0
+    assert bool(lists["extents"][:, 1].all()) is in_place
+    if in_place:
+        lists["slots"].fill_(-1)
+    assert worst_error(case, paged_decode_cpu(case.q, case.cache, case.weighing, **lists)) <= 1.0
 
 
 def test_a_replay_reads_the_lengths_of_that_moment() -> None:
