@@ -103,7 +103,8 @@ def kinds_of(asks: NDArray[np.int64]) -> int:
 def rows_that_ask(asks: NDArray[np.int64], kind: int) -> NDArray[np.int64]:
     """The rows of the logits that ask for `kind`: [rows].  asks: [num_rows] Asks."""
     # numpy's loops take an array at once; a scalar is looked at in each call.
-    return (asks & np.array(kind)).nonzero()[0]
+    ns: NDArray[np.int64] = (asks & np.array(kind)).nonzero()[0]
+    return ns
 
 
 def edit_rows(
