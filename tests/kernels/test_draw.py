@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.core.errors import KernelArgumentError
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.kernels.draw import Laws, draw, draw_reference
-from paceline.kernels.draw_cpu import SLACK, RowLaw, draw_row, kept_tokens, near_noise
+from paceline.kernels.draw_cpu import SLACK, Row, RowLaw, draw_row, near_noise
 from paceline.kernels.edit_logits import NO_DRAFT, Edits, SampledRows, edit_logits
 from paceline.kernels.gumbel import gumbel_at, noise_of
 from paceline.kernels.keep_mask import keep_mask
@@ -94,12 +94,30 @@ def test_a_rows_sample_is_that_of_the_definition(kind: str, temperature: float) 
         law = exact(RowLaw(temperature, top_k, top_p, min_p, 31 * number - 7, number))
         logits = logits_of(kind, number)
         columns = law_columns(law)
-        scaled = (logits - logits.amax()) / columns.temperature
+        inverse = (1.0 / columns.temperature).clamp(max=torch.finfo(torch.float32).max)
+        scaled = (logits - logits.amax()) * inverse
         keep = keep_mask(scaled, top_k=columns.top_k, top_p=columns.top_p, min_p=columns.min_p)
-        if not keep.all():
-            assert np.array_equal(kept_tokens(scaled[0].numpy(), law), keep[0].nonzero()[:, 0])
+        kept = Row(logits[0].numpy(), int(logits.argmax()), law).kept()
+        if kept is not None:
+            assert np.array_equal(kept, keep[0].nonzero()[:, 0])
         wanted = draw_reference(logits, columns, torch.tensor([law.position]))
         assert draw_row(logits[0].numpy(), int(logits.argmax()), law) == int(wanted), law
+
+
+def test_a_cut_that_a_rounded_sum_leaves_in_doubt_is_that_of_exact_masses() -> None:
+    """top-p is the share of the first of two likely tokens, rounded up or down."""
+    kept = []
+    for number in range(24):
+        logits = torch.full((1, VOCAB), -40.0)
+        logits[0, :2] = torch.tensor([0.0, -0.1 - 0.05 * number])
+        law = exact(RowLaw(1.0, ALL, float(logits[0, :2].softmax(0)[0]), 0.0, 1, 1))
+        columns = law_columns(law)
+        keep = keep_mask(logits, top_k=columns.top_k, top_p=columns.top_p, min_p=columns.min_p)
+        found = Row(logits[0].numpy(), 0, law).kept()
+        assert found is not None
+        assert found.tolist() == keep[0].nonzero()[:, 0].tolist()
+        kept.append(len(found))
+    assert {1, 2} <= set(kept), "both happen"
 
 
 FILTERS = ((5, 1.0), (None, 0.7), (None, 0.97), (None, 1e-5), (12, 0.6), (90, 0.9), (1, 0.5))

@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.core.errors import KernelArgumentError
 from paceline.core.model.lookback import Chunk, Lookback
+from paceline.kernels.openblas import computes_alone
 from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
 from paceline.runner.recording.recorded import RecordedGraph
 
@@ -95,6 +96,7 @@ def test_the_slots_are_those_of_the_worked_example() -> None:
     lists = empty_lists(case)
     list_slots(case, lists)
     inf = math.inf
+    assert lists["extents"].tolist() == [[3, 8], [6, 0]]
     assert lists["slots"][:12].view(2, 6).tolist() == [
         [8, 9, 10, 8, 8, 8],
         [20, 21, 22, 23, 28, 29],
@@ -130,14 +132,32 @@ def test_a_single_request_in_one_run_of_pages_is_read_in_place(
     pages: list[int], kv_len: int, window: Lookback | None, extent: list[int]
 ) -> None:
     lists = {
-        "extent": torch.full((2,), -1),
+        "extents": torch.full((1, 2), -1),
         "slots": torch.zeros(8, dtype=torch.int32),
         "bias": torch.zeros(8),
     }
     page_table = torch.tensor([[*pages, 0]], dtype=torch.int32)
     kv_lens = torch.tensor([kv_len], dtype=torch.int32)
     decode_slots_cpu(page_table, kv_lens, page_size=4, window=window, **lists)
-    assert lists["extent"].tolist() == extent
+    assert lists["extents"].tolist() == [extent]
+
+
+@pytest.mark.skipif(not computes_alone(), reason="one thread with OpenBLAS and AVX-512")
+@pytest.mark.parametrize(("page_size", "in_place"), [(16, False), (1024, True)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_long_requests_are_multiplied_one_by_one(
+    shape: str, page_size: int, in_place: bool
+) -> None:
+    """Of pages that follow one another; in place where those of a request are neighbours."""
+    case = make_case(BATCHES["unlike"], replace(SHAPES[shape], page_size=page_size), seed=4)
+    follow = {name: getattr(case, name).contiguous() for name in ("k_cache", "v_cache")}
+    case = replace(case, **follow)
+    lists = empty_lists(case)
+    list_slots(case, lists)
+    assert bool(lists["extents"][:, 1].all()) is in_place
+    if in_place:
+        lists["slots"].fill_(-1)
+    assert worst_error(case, paged_decode_cpu(case.q, case.cache, case.weighing, **lists)) <= 1.0
 
 
 def test_a_replay_reads_the_lengths_of_that_moment() -> None:

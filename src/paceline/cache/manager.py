@@ -128,6 +128,11 @@ class CacheManager:
         """Whether `slots` is to be asked for each row of a step."""
         return bool(self._states)
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether `advance_window` gives anything back."""
+        return self._windowed
+
     def chunk_len(self, start: int, length: int) -> int:
         """Tokens of a prompt to compute at once, of `length` from `start` on: no further than to
         where a state can be kept."""

@@ -86,7 +86,7 @@ class Admissions:
             if request.input_rows:
                 deltas += self._overlay_deltas(request)
             plan.joined_tokens = joined
-            plan.add(request, self.chunk(plan, request), deltas)
+            plan.add(request, request.kv_bound, self.chunk(plan, request), deltas)
 
     def chunk(self, plan: StepPlan, request: Request) -> int:
         """Tokens of its prompt that a step computes; 0: it waits for a step with more room."""

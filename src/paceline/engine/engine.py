@@ -157,17 +157,19 @@ class Engine:
             self._note(turn.in_flight)
         touched: dict[Tracker, None] = {}
         for update in turn.updates:
-            tracker = self._trackers.get(update.request.parent_id)
+            request = update.request
+            tracker = self._trackers.get(request.parent_id)
             if tracker is None:
                 continue
+            touched[tracker] = None
             keep_tokens = tracker.apply(update)
             if keep_tokens is not None:
-                self.scheduler.finish_on_host(update.request.request_id, keep_tokens)
-            has_ended = update.finish is not None or keep_tokens is not None
-            if has_ended and tracker.is_finished:
-                del self._trackers[update.request.parent_id]
+                self.scheduler.finish_on_host(request.request_id, keep_tokens)
+            elif update.finish is None:  # it goes on, as most do
+                continue
+            if tracker.is_finished:
+                del self._trackers[request.parent_id]
                 self._noted.discard(tracker)
-            touched[tracker] = None
         if self._sanitize and not self.has_work:
             self.scheduler.check_integrity()
         return list(touched)

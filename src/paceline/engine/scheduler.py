@@ -173,12 +173,26 @@ class Scheduler:
         if self._roster.num_needy:  # others have no grammar
             num_forms = sum(row.request.constraint is not None for row in rows)
             share = self._config.mask_share(num_forms)  # in the step after, of as many
+        is_plain = not (
+            step.is_ragged
+            or step.is_round
+            or step.logprobs
+            or self._roster.num_needy
+            or self._cache.has_states
+            or self._cache.has_windows
+        )
+        running, running_code = RequestState.RUNNING, FinishCode.RUNNING
         for index, row in enumerate(rows):
+            request = row.request
+            goes_on = outputs.finish[index] is running_code and request.state is running
+            if is_plain and goes_on and not row.is_prefill:
+                updates.append(self._receive_token(request, outputs, index))
+                continue
             update = self._receive(row, outputs, index, share)
             if update is not None:
                 updates.append(update)
-            if row.request.state is not RequestState.RUNNING:
-                self._roster.settle(row.request)
+            if request.state is not running:
+                self._roster.settle(request)
         return updates
 
     def check_integrity(self) -> None:
@@ -197,8 +211,14 @@ class Scheduler:
             self._rounds.plan(plan, ready)
         extend_len = plan.draft.num_draft_tokens
         num_slots = max(extend_len, plan.draft.reach)
+        is_plain, holds = num_slots == 1, self._cache.holds
         for request in ready:
-            if request.state is RequestState.RUNNING:
+            if request.state is not RequestState.RUNNING:
+                continue
+            prefix_len = request.kv_bound
+            if is_plain and holds(request.request_id, prefix_len + 1):  # as in most steps
+                plan.add_decode(request, prefix_len)
+            else:
                 self._plan_row(plan, request, extend_len, num_slots)
         if not plan.rows:
             plan.draft, plan.observed = NO_DRAFTS, True
@@ -240,16 +260,17 @@ class Scheduler:
     def _plan_row(self, plan: StepPlan, request: Request, extend_len: int, num_slots: int) -> None:
         """Give a running request its place, if pages for `num_slots` more can be had now or by
         preemption."""
-        kv_bound = request.kv_bound + num_slots
+        prefix_len = request.kv_bound
+        kv_bound = prefix_len + num_slots
         if self._cache.holds(request.request_id, kv_bound):
-            plan.add(request, extend_len, ())
+            plan.add(request, prefix_len, extend_len, ())
             return
         ahead = min(self._config.reserve_ahead, self._config.kv_limit(request.max_len) - kv_bound)
         while request.state is RequestState.RUNNING:
             runs = self._cache.reserve(request.request_id, kv_bound, ahead=ahead)
             if runs is not None:
                 assert request.row is not None, f"{request.request_id} runs without a row"
-                plan.add(request, extend_len, page_deltas(request.row, runs))
+                plan.add(request, prefix_len, extend_len, page_deltas(request.row, runs))
                 return
             plan.is_stalled = True
             if self._must_wait(request, kv_bound):
@@ -279,6 +300,15 @@ class Scheduler:
         self._leave_overlay(request, request.last_epoch)
         self._cache.release(request.request_id, request.token_ids, kv_len, epoch=request.last_epoch)
         self._roster.preempt(request)
+
+    def _receive_token(self, request: Request, outputs: StepOutputs, index: int) -> RequestUpdate:
+        """What `_receive` does for one that decodes a token and goes on, as most rows do, where
+        nothing but its pages and its caller hears of it."""
+        tokens, known = outputs.token_ids[index], request.token_ids
+        known += tokens
+        kv_len = request.kv_known = len(known) - 1
+        self._cache.written(request.request_id, known, kv_len, epoch=outputs.epoch)
+        return RequestUpdate(request, tokens, (), None)
 
     def _receive(
         self, row: PlannedRow, outputs: StepOutputs, index: int, share: int

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, compress
 from typing import NamedTuple
 
 from paceline.cache.groups import PageRun
@@ -179,20 +180,28 @@ class StepPlan:
         if drafting and is_worth_it:
             self.draft, self.dealt = draft, dealt
 
-    def add(self, request: Request, extend_len: int, deltas: tuple[Delta, ...]) -> None:
-        """Give a running request its place in the step: behind all others."""
+    def add(
+        self, request: Request, prefix_len: int, extend_len: int, deltas: tuple[Delta, ...]
+    ) -> None:
+        """Give a running request its place in the step: behind all others.  prefix_len: its
+        `kv_bound`, which who adds it knows."""
         least, most, num_given = extend_len, extend_len, 0
         if self.draft.num_steps > 0:  # has_drafts, without a call for every row
             least, most = 1, self.draft.max_path if request.params.speculative else 1
             if request.constraint is not None:
                 num_given = self.dealt.get(request, 0)
                 most = 1 + request.constraint.drafts.first(num_given).depth
-        prefix_len, is_prefill = request.kv_bound, request.is_prefilling
+        is_prefill = request.is_prefilling
         emits = prefix_len + extend_len >= request.join_len and request.end is End.GENERATE
         self.rows[request] = PlannedRow(
             request, prefix_len, extend_len, deltas, is_prefill, emits, least, most, num_given
         )
         self.budget -= extend_len
+
+    def add_decode(self, request: Request, prefix_len: int) -> None:
+        """The same of one that decodes a token, in a step without drafts, into pages it holds."""
+        self.rows[request] = PlannedRow(request, prefix_len, 1, (), False, True, 1, 1)
+        self.budget -= 1
 
     def note(self, request: Request, runs: Sequence[PageRun]) -> None:
         """More of a planned request's tables changes."""
@@ -232,27 +241,27 @@ class StepPlan:
     def build(self, epoch: int, *, is_crowded: bool = False, has_prefill: bool = True) -> Step:
         """The frozen step.  is_crowded: many admitted requests found the same prefix.  has_prefill:
         some row computes known tokens."""
-        rows, is_round = list(self.rows.values()), self.draft.has_drafts
-        extend_lens = tuple([row.extend_len for row in rows])
-        emits = tuple([row.emits for row in rows])
+        rows, is_round = self.rows.values(), self.draft.has_drafts
+        # By columns: every turn pays for every row.
+        requests, prefix_lens, extend_lens, deltas, _, emits, *_ = zip(*rows, strict=True)
         # A last prompt chunk of one token is computed as a decode step is.
         is_decode = max(extend_lens) == 1 and all(emits)
         sees_ahead = has_prefill and any(row.is_prefill and row.sees_ahead for row in rows)
-        emitting = [row.request for row in rows if row.emits]
+        emitting = list(compress(requests, emits))
         return Step(
             epoch=epoch,
             layout=StepLayout(
-                rows=tuple([_row_of(row.request) for row in rows]),
+                rows=tuple([_row_of(request) for request in requests]),
                 extend_lens=extend_lens,
                 emits=emits,
             ),
             is_ragged=not (is_round or is_decode),
             mask=MaskKind.BLOCK if sees_ahead else self.draft.mask,
             is_round=is_round,
-            prefix_lens_bound=tuple([row.prefix_len for row in rows]),
+            prefix_lens_bound=prefix_lens,
             sampler=max([request.tier for request in emitting], default=SamplerTier.GREEDY),
-            logprobs=any(request.params.logprobs is not None for request in emitting),
-            deltas=tuple([delta for row in rows for delta in row.deltas]),
+            logprobs=True in [request.params.logprobs is not None for request in emitting],
+            deltas=tuple(chain.from_iterable(deltas)),
             prompt_spans=tuple(self._prompt_spans()) if has_prefill else (),
             observed=self.observed,
             tells_drafts=self._asked() if is_round else (),
@@ -261,7 +270,7 @@ class StepPlan:
             given=() if self.is_free or not is_round else self._given(),
             has_overlay=has_prefill
             and any(row.request.input_rows and row.reads_overlay for row in rows),
-            ends=frozenset([row.request.end for row in rows]) if has_prefill else GENERATES,
+            ends=frozenset([request.end for request in requests]) if has_prefill else GENERATES,
         )
 
     def _masks(self) -> tuple[TokenMask, ...] | None:

@@ -8,7 +8,9 @@ the answer: filters that are off, noise of tokens that are filtered out or canno
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.request.sampling_params import Asks
@@ -21,7 +23,10 @@ from paceline.kernels.edit_logits import (
     HostEdits,
     HostRows,
     SampledRows,
-    edited,
+    edit_rows,
+    kinds_of,
+    rows_that_ask,
+    undo_edits,
 )
 from paceline.kernels.gumbel import gumbel_at
 from paceline.kernels.keep_mask import keep_mask
@@ -92,25 +97,33 @@ def _bind_draw(logits: Tensor, *fields: Tensor | None) -> Run:
     chosen = host_array(token_ids)
     given = host_array(logits) if logits.dtype == torch.float32 else None
 
+    def draw_rows(wide: Tensor, values: NDArray[np.float32], ns: NDArray[np.int64]) -> None:
+        """Draw for the rows `ns` of the logits, edited."""
+        if wide.shape[1] <= _SMALL_VOCAB:
+            some = torch.from_numpy(ns)
+            rows = laws.of(at.rows[some])
+            chosen[ns] = draw_reference(wide[some], rows, at.positions[some]).numpy()
+            return
+        for n in ns.tolist():
+            row = host_at.rows[n]
+            of_row = [column[row].item() for column in host_laws]
+            law = RowLaw._make([*of_row, int(host_at.positions[n])])
+            chosen[n] = draw_row(values[n], int(chosen[n]), law)
+
     def run() -> None:
         wide = logits.float()
         note_finite(wide)
         values = host_array(wide) if given is None else given
-        draws = host_edits.asks[host_at.rows] & _DRAWS != 0
-        draws &= is_finite
-        with edited(values, host_at, host_edits):
+        asks = host_edits.asks[host_at.rows]
+        kinds = kinds_of(asks)
+        undo = edit_rows(values, asks, kinds, host_at, host_edits)
+        try:
             values.argmax(-1, out=chosen)
-            ns = draws.nonzero()[0]
-            if len(ns) and wide.shape[1] <= _SMALL_VOCAB:
-                some = torch.from_numpy(ns)
-                rows = laws.of(at.rows[some])
-                chosen[ns] = draw_reference(wide[some], rows, at.positions[some]).numpy()
-            elif len(ns):
-                for n in ns.tolist():
-                    row = host_at.rows[n]
-                    of_row = [column[row].item() for column in host_laws]
-                    law = RowLaw._make([*of_row, int(host_at.positions[n])])
-                    chosen[n] = draw_row(values[n], int(chosen[n]), law)
+            if kinds & _DRAWS:
+                ns = rows_that_ask(asks, _DRAWS)
+                draw_rows(wide, values, ns[is_finite[ns]])
+        finally:
+            undo_edits(values, undo)
         chosen[~is_finite] = 0
 
     return run

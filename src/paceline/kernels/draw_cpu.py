@@ -1,7 +1,10 @@
 """One row's sample on a CPU, without a sort and with little noise; see kernels/draw.py.
 
-The cut of top-p is found by radix: masses by the highest digit of the key, then among the tokens
-of the one digit in which the cut lies, and so on.  Keys are the bits of -scaled, 0 or above.
+The cut of top-p lies among likely tokens as a rule.  Then the masses of these are exact, and the
+sum of all is a float32: where the cut would be another within its error, and where many tokens are
+likely, all masses are exact.  Of many tokens a cut is found by radix: masses by the highest digit
+of the key, then among the tokens of the one digit in which the cut lies, and so on.  Keys are the
+bits of -scaled, 0 or above.
 
 Noise is dear, its hash is not, and a token wins only with a high score.  The score of the most
 likely token is a floor.  No noise is above 28.43, so tokens too far below the floor for that are
@@ -21,7 +24,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from paceline.core.seeds import GOLDEN_GAMMA, MIX_1, MIX_2, splitmix64
 from paceline.kernels.gumbel import noise_of
@@ -38,6 +40,7 @@ _DIGITS = ((20, 1 << 11), (9, 1 << 11), (0, 1 << 9))  # of a key: shift, values
 _HIGHEST_NOISE = 41 * math.log(2)
 _NEAR = 3.0  # below the most likely token, in units of scores, are likely ones
 _MOST = 8.0  # as above, where most of the mass lies
+_DOUBT = 2e-5  # of a sum of masses in float32: above the rounding of exponentials and of the sum
 SLACK = 0.01  # of scores: far above what rounding does to noise and quotients
 _RELATIVE_SLACK = 1e-6  # of logits: above the rounding of a float32 difference
 _HIGHEST = np.finfo(np.float32).max
@@ -65,89 +68,70 @@ class RowLaw(NamedTuple):
     position: int
 
 
+class Cut(NamedTuple):
+    """Where top-p cuts."""
+
+    scaled: float  # of the last token that is kept
+    before: int  # the mass of tokens in front of it
+
+
 def draw_row(logits: NDArray[np.float32], best: int, law: RowLaw) -> int:
     """The token that `draw_reference` gives.
 
     logits: [vocab], finite but for -inf; best: the id of the first of the largest.
     """
-    row = _Row(logits, best, law)
-    if law.top_k >= len(logits) and law.top_p >= 1.0 and law.min_p <= 0.0:
-        return row.winner(None)
-    return row.winner(kept_tokens(row.scaled(), law))
+    row = Row(logits, best, law)
+    return row.winner(row.kept())
 
 
-def kept_tokens(scaled: NDArray[np.float32], law: RowLaw) -> Ids:
-    """The ids that `keep_mask` keeps, ascending: [kept].  scaled: [vocab], the largest 0; law: one
-    that filters."""
-    ids = None
-    if law.top_k < len(scaled):
-        ids = _largest(scaled, law.top_k)
-        scaled = scaled[ids]
-    if law.top_p >= 1.0 and law.min_p <= 0.0:
-        assert ids is not None, "a filter is on"
-        return ids
-    odds = torch.from_numpy(scaled).exp()
-    keep = odds.numpy() >= np.float32(law.min_p)
-    if law.top_p < 1.0:
-        weights = odds.mul_(WEIGHT_SCALE).to(torch.int64)
-        keep &= scaled >= _mass_cut(torch.from_numpy(scaled), weights, law.top_p)
-    kept = np.flatnonzero(keep)
-    return kept if ids is None else ids[kept]
+def _weights(scaled: NDArray[np.float32]) -> NDArray[np.int64]:
+    """The masses of tokens as `keep_mask` sums them: [tokens]."""
+    return torch.from_numpy(scaled).exp().mul_(WEIGHT_SCALE).to(torch.int64).numpy()
 
 
-def _largest(scaled: NDArray[np.float32], num: int) -> Ids:
-    """The ids of the `num` largest and of all tied with the last, ascending."""
-    groups = len(scaled) // _GROUP
-    among = scaled
-    if num < groups:  # so many groups hold a number of at least the cut
-        maxima = scaled[: groups * _GROUP].reshape(groups, _GROUP).max(1)
-        among = scaled[scaled >= np.partition(maxima, groups - num)[groups - num]]
-    cut = np.partition(among, len(among) - num)[len(among) - num]
-    return np.flatnonzero(scaled >= cut)
+def _mass_cut(scaled: NDArray[np.float32], weights: NDArray[np.int64], wanted: float) -> Cut:
+    """The last token, by falling `scaled`, that has less than `wanted` of the mass in front of it.
 
-
-def _mass_cut(scaled: Tensor, weights: Tensor, top_p: float) -> float:
-    """The smallest number of `scaled` that has less than top_p of the mass above it.
-
-    scaled: [tokens] float32, the largest 0; weights: [tokens] int64, not all 0.
+    scaled: [tokens], the largest 0; weights: [tokens], together at least `wanted`.
     """
-    wanted = float(weights.sum()) * top_p
-    near = torch.from_numpy(np.flatnonzero(scaled.numpy() >= -_MOST))
-    masses_near = weights[near]
-    if float(masses_near.sum()) >= wanted:  # then the cut is not below
-        scaled, weights = scaled[near], masses_near
-    keys, above = (0.0 - scaled).view(torch.int32), 0
+    keys, masses, above = (np.float32(0.0) - scaled).view(np.int32), weights, 0
     for shift, values in _DIGITS:
         if len(keys) <= _FEW:
             break
-        digits = ((keys >> shift) & (values - 1)).long()
-        masses = torch.zeros(values, dtype=torch.int64).scatter_add_(0, digits, weights)
-        before = masses.cumsum(0) - masses + above
-        reached = (masses > 0) & (before.double() < wanted)
-        digit = int(reached.nonzero()[-1])
+        digits = ((keys >> shift) & (values - 1)).astype(np.int64)
+        sums = torch.zeros(values, dtype=torch.int64)
+        sums.scatter_add_(0, torch.from_numpy(digits), torch.from_numpy(masses))
+        of_digit = sums.numpy()
+        before = of_digit.cumsum() - of_digit + above
+        digit = int(((of_digit > 0) & (before < wanted)).nonzero()[0][-1])
         above = int(before[digit])
-        members = torch.from_numpy(np.flatnonzero(digits.numpy() == digit))
-        keys, weights = keys[members], weights[members]
-    keys, order = keys.sort()
-    weights = weights[order]
-    before = weights.cumsum(0) - weights + above
-    last = int((before.double() < wanted).sum().clamp(min=1)) - 1
-    return float(0.0 - keys[last].view(torch.float32))
+        members = (digits == digit).nonzero()[0]
+        keys, masses = keys[members], masses[members]
+    order = keys.argsort()
+    through = masses[order].cumsum() + above
+    # In float64, as the definition compares; the first is kept whatever is wanted.
+    last = int(np.searchsorted(through.astype(np.float64), wanted))
+    last = min(last, len(order) - 1)
+    of_last = order[last]
+    value = float(np.float32(0.0) - keys[of_last : of_last + 1].view(np.float32)[0])
+    return Cut(value, int(through[last] - masses[of_last]))
 
 
-class _Row:
+class Row:
     """One row's scores, of any of its tokens."""
 
     def __init__(self, logits: NDArray[np.float32], best: int, law: RowLaw) -> None:
+        """Arguments as of `draw_row`."""
         self._logits = logits
-        self._temperature = law.temperature
+        self._law = law
         with np.errstate(over="ignore"):
             inverse = np.float32(1.0) / np.float32(law.temperature)
         self._inverse = min(inverse, _HIGHEST)
+        self._temperature = 1.0 / float(self._inverse)
         self._highest = logits[best]
         self._stream = splitmix64(splitmix64(law.seed, 0), law.position)
-        bits = np.array([splitmix64(self._stream, best) >> 24])
-        self._floor = float(near_noise(bits)[0]) - SLACK  # the best score is not below
+        bits = splitmix64(self._stream, best) >> 24
+        self._floor = _near_noise_of(bits) - SLACK  # the best score is not below
 
     def scaled(self, ids: Ids | None = None) -> NDArray[np.float32]:
         """(logits - their maximum) * (1 / temperature) of `ids`; None: of all."""
@@ -157,6 +141,72 @@ class _Row:
             scaled *= self._inverse
             return scaled
 
+    def kept(self) -> Ids | None:
+        """The ids that `keep_mask` keeps, ascending: [kept]; None: no filter is on."""
+        top_k, top_p, min_p = self._law.top_k, self._law.top_p, self._law.min_p
+        ids = self._largest(top_k) if top_k < len(self._logits) else None
+        if top_p >= 1.0 and min_p <= 0.0:
+            return ids
+        cut = -math.inf
+        if top_p < 1.0:
+            cut, ids = self._mass_cut(ids, top_p)
+        elif ids is None:
+            ids = self._at_least(math.log(min_p))
+        scaled = self.scaled(ids)
+        keep = scaled >= np.float32(cut)
+        if min_p > 0.0:
+            keep &= torch.from_numpy(scaled).exp().numpy() >= np.float32(min_p)
+        return ids[keep]
+
+    def _at_least(self, scaled: float) -> Ids:
+        """The ids of all that are at least `scaled`, and of some just below: ascending."""
+        if scaled == -math.inf:
+            return np.arange(len(self._logits))
+        return (self._logits >= self._logit_of(scaled)).nonzero()[0]
+
+    def _largest(self, num: int) -> Ids:
+        """The ids of the `num` largest and of all tied with the last, ascending."""
+        groups = len(self._logits) // _GROUP
+        ids = None
+        if num < groups:  # so many groups hold a number of at least the cut
+            maxima = self._logits[: groups * _GROUP].reshape(_GROUP, groups).max(0)
+            low = np.partition(maxima, groups - num)[groups - num : groups - num + 1]
+            with np.errstate(over="ignore"):
+                ids = self._at_least(float(((low - self._highest) * self._inverse)[0]))
+        scaled = self.scaled(ids)
+        cut = np.partition(scaled, len(scaled) - num)[len(scaled) - num]
+        kept: Ids = (scaled >= cut).nonzero()[0]
+        return kept if ids is None else ids[kept]
+
+    def _mass_cut(self, ids: Ids | None, top_p: float) -> tuple[float, Ids]:
+        """The `scaled` of the last token that top-p keeps of `ids`, None: of all; and ids among
+        which are all that it keeps, ascending.
+        """
+        if ids is None:
+            likely = self._at_least(-_MOST)
+            cut = self._cut_of_likely(likely, top_p)
+            if cut is not None:
+                return cut, likely
+            ids = np.arange(len(self._logits))
+        scaled = self.scaled(ids)
+        weights = _weights(scaled)
+        return _mass_cut(scaled, weights, float(weights.sum()) * top_p).scaled, ids
+
+    def _cut_of_likely(self, likely: Ids, top_p: float) -> float | None:
+        """The cut of all tokens, by the masses of `likely` ones; None: it is not certain."""
+        if len(likely) * 4 > len(self._logits):
+            return None
+        every = self.scaled()
+        total = float(torch.from_numpy(np.exp(every, out=every)).sum()) * WEIGHT_SCALE
+        least = (total * (1 - _DOUBT) - len(every)) * top_p  # each mass is rounded down
+        most = total * (1 + _DOUBT) * top_p
+        scaled = self.scaled(likely)
+        weights = _weights(scaled)
+        if weights.sum() < most:
+            return None
+        cut = _mass_cut(scaled, weights, most)
+        return cut.scaled if cut.before < least else None
+
     def winner(self, ids: Ids | None) -> int:
         """The best of `ids`, ascending, the most likely token among them; None: of all."""
         logits = self._logits if ids is None else self._logits[ids]
@@ -164,12 +214,12 @@ class _Row:
             cut = self._logit_of(self._floor - _HIGHEST_NOISE)
             probes = logits[::_PROBES]
             if np.count_nonzero(probes >= cut) * 4 <= len(probes):
-                possible = np.flatnonzero(logits >= cut)
+                possible = (logits >= cut).nonzero()[0]
                 ids, logits = possible if ids is None else ids[possible], logits[possible]
         if len(logits) > _FEW:
             rarity = (len(logits) // _LUCKY).bit_length() - 1  # one token in 2**rarity
             other_noise = -math.log(-math.log1p(-(2.0**-rarity)))
-            strong = np.flatnonzero(logits >= self._logit_of(self._floor - other_noise))
+            strong = (logits >= self._logit_of(self._floor - other_noise)).nonzero()[0]
             if len(strong) > _FEW:
                 floor = self._best_of_some(strong if ids is None else ids[strong])
                 strong = strong[logits[strong] >= self._logit_of(floor - other_noise)]
@@ -182,8 +232,11 @@ class _Row:
     def _best(self, ids: Ids) -> int:
         """The lowest of `ids` with the best score."""
         near = self._near_scores(ids)
-        ids = np.unique(ids[near >= near.max() - SLACK])
-        return int(ids[0] if len(ids) == 1 else ids[self._scores(ids).argmax()])
+        ids = ids[near >= near.max() - SLACK]
+        if len(ids) == 1:
+            return int(ids[0])
+        ids = np.unique(ids)
+        return int(ids[self._scores(ids).argmax()])
 
     def _best_of_some(self, ids: Ids) -> float:
         """A score that the best is not below: the best of some likely tokens of `ids`."""
@@ -234,6 +287,12 @@ def near_noise(bits: NDArray[np.int64]) -> NDArray[np.float64]:
     uniform = np.minimum(uniform, np.float32(1.0 - 2.0**-24)).astype(np.float64)
     noise: NDArray[np.float64] = -np.log(-np.log1p(-uniform))
     return noise
+
+
+def _near_noise_of(bits: int) -> float:
+    """`near_noise` of one number."""
+    uniform = float(np.float32(bits) + np.float32(0.5)) * 2.0**-40
+    return -math.log(-math.log1p(-min(uniform, 1.0 - 2.0**-24)))
 
 
 @cache

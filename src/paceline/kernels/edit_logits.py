@@ -5,8 +5,8 @@ compute every logit of every row.  Here a row costs what it asks for: its biased
 history, its stop ids.  A row that asks for nothing is not touched.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -14,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.request.sampling_params import Asks
+from paceline.core.request.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS, Asks
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import Run, define_op, host_array
 
 NO_DRAFT = -1
 _BIAS, _PENALISE, _MIN_TOKENS = int(Asks.BIAS), int(Asks.PENALISE), int(Asks.MIN_TOKENS)
+_PLACES = np.arange(max(MAX_LOGIT_BIAS, MAX_STOP_IDS))
 
 
 class SampledRows(NamedTuple):
@@ -94,41 +95,58 @@ class Undo(NamedTuple):
     values: NDArray[np.float32]  # [ids]
 
 
-@contextmanager
-def edited(logits: NDArray[np.float32], at: HostRows, host: HostEdits) -> Iterator[None]:
-    """`logits` [num_rows, vocab] with their edits inside, as they were behind."""
-    undo = _edit_rows(logits, at, host)
-    try:
-        yield
-    finally:
-        for rows, ids, values in reversed(undo):
-            logits[rows, ids] = values
+def kinds_of(asks: NDArray[np.int64]) -> int:
+    """What any of the rows asks: `Asks`.  asks: [num_rows]."""
+    return reduce(or_, set(asks.tolist()), 0)
 
 
-def _edit_rows(logits: NDArray[np.float32], at: HostRows, host: HostEdits) -> list[Undo]:
-    """Edit the rows that ask, in place; returns what to put back, last first."""
-    asks = host.asks[at.rows]
+def rows_that_ask(asks: NDArray[np.int64], kind: int) -> NDArray[np.int64]:
+    """The rows of the logits that ask for `kind`: [rows].  asks: [num_rows] Asks."""
+    # numpy's loops take an array at once; a scalar is looked at in each call.
+    ns: NDArray[np.int64] = (asks & np.array(kind)).nonzero()[0]
+    return ns
+
+
+def edit_rows(
+    logits: NDArray[np.float32],
+    asks: NDArray[np.int64],
+    kinds: int,
+    at: HostRows,
+    host: HostEdits,
+) -> list[Undo]:
+    """Edit the rows that ask, in place; returns what `undo_edits` takes.
+
+    logits: [num_rows, vocab]; asks: [num_rows] Asks of each; kinds: `kinds_of` them.
+    """
     undo: list[Undo] = []
-    if not (asks & (_BIAS | _PENALISE | _MIN_TOKENS)).any():
-        return undo
-    biased = np.flatnonzero(asks & _BIAS)
-    if len(biased):
-        rows, ids, places = _listed(biased, at, host.bias_ids, host.bias_count, len(logits[0]))
+    vocab = logits.shape[1]
+    if kinds & _BIAS:
+        ns = rows_that_ask(asks, _BIAS)
+        rows, ids, places = _listed(ns, at, host.bias_ids, host.bias_count, vocab)
         values = logits[rows, ids]
         undo.append(Undo(rows, ids, values))
         bias = host.bias_values[at.rows[rows], places]
         logits[rows, ids] = values + bias  # a row has each id once
-    for n in np.flatnonzero(asks & _PENALISE).tolist():
-        row, of_row = at.rows[n], logits[n]
-        ids, num_prompt = _history(at, n, host.prompt_len[row], vocab=len(of_row))
-        undo.append(Undo(n, ids, of_row[ids]))
-        of_row[ids] = _penalised(of_row, ids, ids[num_prompt:], host, row)
-    kept = np.flatnonzero((asks & _MIN_TOKENS != 0) & (at.positions < host.min_len[at.rows]))
-    if len(kept):
-        rows, ids, _ = _listed(kept, at, host.stop_ids, host.num_stop_ids, len(logits[0]))
-        undo.append(Undo(rows, ids, logits[rows, ids]))
-        logits[rows, ids] = -np.inf
+    if kinds & _PENALISE:
+        for n in rows_that_ask(asks, _PENALISE).tolist():
+            row, of_row = at.rows[n], logits[n]
+            ids, num_prompt = _history(at, n, host.prompt_len[row], vocab=vocab)
+            undo.append(Undo(n, ids, of_row[ids]))
+            of_row[ids] = _penalised(of_row, ids, ids[num_prompt:], host, row)
+    if kinds & _MIN_TOKENS:
+        ns = rows_that_ask(asks, _MIN_TOKENS)
+        ns = ns[at.positions[ns] < host.min_len[at.rows[ns]]]
+        if len(ns):
+            rows, ids, _ = _listed(ns, at, host.stop_ids, host.num_stop_ids, vocab)
+            undo.append(Undo(rows, ids, logits[rows, ids]))
+            logits[rows, ids] = -np.inf
     return undo
+
+
+def undo_edits(logits: NDArray[np.float32], undo: list[Undo]) -> None:
+    """Put back what `edit_rows` changed."""
+    for rows, ids, values in reversed(undo):
+        logits[rows, ids] = values
 
 
 def _listed(
@@ -145,9 +163,14 @@ def _listed(
     """
     rows = at.rows[ns]
     counts = counts[rows]
-    listed = ids[rows, : counts.max()]
-    is_token = np.arange(listed.shape[1]) < counts[:, None]
-    is_token &= (listed >= 0) & (listed < vocab)
+    each = counts.tolist()
+    most = max(each)
+    listed = ids[:, :most][rows]
+    is_token = listed.view(np.uint64) < np.array(
+        vocab, np.uint64
+    )  # an id below 0 is a large number
+    if min(each) < most:
+        is_token &= _PLACES[:most] < counts[:, None]
     which, places = is_token.nonzero()
     return ns[which], listed[which, places], places
 
@@ -191,7 +214,8 @@ def _bind_edit_logits(logits: Tensor, *fields: Tensor | None) -> Run:
     values = host_array(logits)
 
     def run() -> None:
-        _edit_rows(values, at, edits)
+        asks = edits.asks[at.rows]
+        edit_rows(values, asks, kinds_of(asks), at, edits)
 
     return run
 

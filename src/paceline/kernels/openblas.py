@@ -61,7 +61,12 @@ def fits_openblas(x: Tensor, weight: Tensor) -> bool:
     tokens, size = x.shape[0], weight.numel()
     if tokens > 1 and tokens * size > (_TWO_ROWS if tokens == 2 else _FEW_ROWS):
         return False
-    return tokens > 0 and has_avx512() and torch.get_num_threads() == 1 == _num_threads()
+    return tokens > 0 and computes_alone()
+
+
+def computes_alone() -> bool:
+    """Whether one thread computes, OpenBLAS is there, and the CPU is one that it is best on."""
+    return has_avx512() and torch.get_num_threads() == 1 == _num_threads()
 
 
 @cache

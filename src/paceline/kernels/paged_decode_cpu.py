@@ -5,25 +5,33 @@ gathers its keys and values into one padded block, all requests together, for a 
 scaled_dot_product_attention.  Worked example: page size 4, window None, kv_lens [3, 6],
 page_table [[2, 0], [5, 7]]:
 
-    extent  [6, 0]                                the longest reach; not one run
+    extents [3, 8]  [6, 0]                        each reach; its first slot, 0: not one run
     slots   [8, 9, 10, 8, 8, 8]                   request 0; behind its end: its first key again,
             [20, 21, 22, 23, 28, 29]              so that nothing foreign is ever read
     bias    [0, 0, 0, -inf, -inf, -inf]  [0, ...]  and that key is then masked
 
-A single request whose slots are neighbours is read in place: extent holds its first slot.
+A single request whose slots are neighbours is read in place, and nothing else is listed of it.
+
+Where one thread computes in float32, requests of more than a few keys are multiplied one by one, by
+OpenBLAS, each in place where its slots are neighbours; the softmax is of all together.
 """
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
 from paceline.core.model.lookback import Chunk, Lookback
 from paceline.core.padding import PAD_PAGE
-from paceline.kernels.custom_op import Run, define_op
+from paceline.kernels.custom_op import Run, define_op, host_array
+from paceline.kernels.openblas import computes_alone
 from paceline.kernels.paged_attention.call import PagedCache, Weighing
+
+_FEW_KEYS = 64  # of a request, on the mean, up to which a block for all of them is faster
 
 
 def decode_slots_cpu(
@@ -32,24 +40,31 @@ def decode_slots_cpu(
     *,
     page_size: int,
     window: Lookback | None,
-    extent: Tensor,
+    extents: Tensor,
     slots: Tensor,
     bias: Tensor,
 ) -> None:
-    """List the slots that one query per request reads, densely as [reqs, extent].
+    """List the slots that one query per request reads, densely as [reqs, longest reach].
 
     page_table: [reqs, max_pages] int32; kv_lens: [reqs] int32, each at least 1; window: of
-    the layers that read them.  Mutates extent [2] int64 (the longest reach; the first slot of a
-    single request in one run, else 0), and unless there is such a run slots [capacity] int32 and
-    bias [capacity], of which the first reqs * reach entries are written.  Recordable.
+    the layers that read them.  Mutates extents [max_reqs, 2] int64 (the reach of each; its first
+    slot where all are neighbours, else 0), and but for a single request of neighbours slots
+    [capacity] int32 and bias [capacity], of which the first reqs * longest entries are written.
+    Recordable.
     """
     chunk = window.size if isinstance(window, Chunk) else None
     sliding = None if isinstance(window, Chunk) else window
-    _DECODE_SLOTS(page_table, kv_lens, page_size, sliding, chunk, extent, slots, bias)
+    _DECODE_SLOTS(page_table, kv_lens, page_size, sliding, chunk, extents, slots, bias)
 
 
 def paged_decode_cpu(
-    q: Tensor, cache: PagedCache, weighing: Weighing, *, extent: Tensor, slots: Tensor, bias: Tensor
+    q: Tensor,
+    cache: PagedCache,
+    weighing: Weighing,
+    *,
+    extents: Tensor,
+    slots: Tensor,
+    bias: Tensor,
 ) -> Tensor:
     """Attend one query per request to the slots that `decode_slots_cpu` listed.
 
@@ -67,7 +82,7 @@ def paged_decode_cpu(
     *sides, beside = cache
     assert beside is None, "paged_attention_cpu reads latents in float8"
     out = torch.empty(*q.shape[:2], cache.v.shape[3], dtype=q.dtype, device=q.device)
-    _PAGED_DECODE(q, *sides, extent, slots, bias, weighing.sinks, weighing.scale, out)
+    _PAGED_DECODE(q, *sides, extents, slots, bias, weighing.sinks, weighing.scale, out)
     return out
 
 
@@ -77,17 +92,16 @@ def _decode_slots(
     page_size: int,
     window: int | None,
     chunk: int | None,
-    extent: Tensor,
+    extents: Tensor,
     slots: Tensor,
     bias: Tensor,
 ) -> None:
-    first = _first_keys(kv_lens, window, chunk)
-    run = _single_run(page_table, kv_lens, page_size, first)
-    if run is not None:
-        extent.copy_(torch.tensor(run))
-        return
-    reqs = kv_lens.shape[0]
+    first, reqs = _first_keys(kv_lens, window, chunk), kv_lens.shape[0]
     reach = kv_lens - first
+    starts = _run_starts(page_table, kv_lens, page_size, first)
+    extents[:reqs, 0], extents[:reqs, 1] = reach, torch.from_numpy(starts)
+    if reqs == 1 and starts[0]:
+        return
     longest = int(reach.max())
     columns = torch.arange(longest, dtype=torch.int32)
     is_live = columns < reach.unsqueeze(1)
@@ -96,7 +110,6 @@ def _decode_slots(
     size = reqs * longest
     torch.add(positions % page_size, pages, alpha=page_size, out=slots[:size].view(reqs, longest))
     bias[:size].view(reqs, longest).fill_(0.0).masked_fill_(~is_live, -math.inf)
-    extent.copy_(torch.tensor((longest, 0)))
 
 
 def _first_keys(kv_lens: Tensor, window: int | None, chunk: int | None) -> Tensor:
@@ -107,17 +120,18 @@ def _first_keys(kv_lens: Tensor, window: int | None, chunk: int | None) -> Tenso
     return torch.zeros_like(kv_lens) if window is None else (kv_lens - window).clamp_(min=0)
 
 
-def _single_run(
+def _run_starts(
     page_table: Tensor, kv_lens: Tensor, page_size: int, first_keys: Tensor
-) -> tuple[int, int] | None:
-    """(reach, first slot) of a single request whose live pages are neighbours, not page 0."""
-    if kv_lens.shape[0] != 1:
-        return None
-    kv_len, first = int(kv_lens), int(first_keys)
-    pages = page_table[0, first // page_size : -(-kv_len // page_size)].tolist()
-    if pages[0] == PAD_PAGE or pages != list(range(pages[0], pages[0] + len(pages))):
-        return None
-    return kv_len - first, pages[0] * page_size + first % page_size
+) -> NDArray[np.int64]:
+    """[reqs] the first slot of each request whose live pages are neighbours, not page 0; else 0."""
+    lens, first = host_array(kv_lens), first_keys.numpy()
+    begin, stop = first // page_size, -(-lens // page_size)
+    columns = np.arange(stop.max())
+    apart = host_array(page_table)[:, : len(columns)] - columns  # neighbours are alike in this
+    base = apart[np.arange(len(lens)), begin]
+    is_dead = (columns < begin[:, None]) | (columns >= stop[:, None])
+    is_run = ((apart == base[:, None]) | is_dead).all(1) & (base + begin != PAD_PAGE)
+    return np.where(is_run, (base + begin) * page_size + first % page_size, 0)
 
 
 def _bind_paged_decode(
@@ -126,7 +140,7 @@ def _bind_paged_decode(
     v_cache: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-    extent: Tensor,
+    extents: Tensor,
     slots: Tensor,
     bias: Tensor,
     sinks: Tensor | None,
@@ -139,14 +153,24 @@ def _bind_paged_decode(
     queries, mixes = q.view(blocks), out.view(blocks)
     view_of_k, view_of_v = _view_slots(k_cache), _view_slots(v_cache)
     all_sinks = None if sinks is None else sinks.view(1, kv_heads, -1, 1)
+    is_plain = sinks is None and k_scale is None and v_scale is None
+    is_plain = is_plain and {q.dtype, k_cache.dtype, v_cache.dtype} == {torch.float32}
+    one_by_one = None
+    if is_plain and view_of_k is not None and view_of_v is not None and computes_alone():
+        one_by_one = _OneByOne(queries, view_of_k, view_of_v, slots, bias, scale, mixes)
 
     def run() -> None:
-        longest, first = extent.tolist()
+        reaches, starts = extents[:reqs].t().tolist()
+        if one_by_one is not None and sum(reaches) >= _FEW_KEYS * reqs:
+            one_by_one.run(reaches, starts)
+            return
+        longest = max(reaches)
         all_k = k_cache.flatten(0, 1) if view_of_k is None else view_of_k
         all_v = v_cache.flatten(0, 1) if view_of_v is None else view_of_v
         mask = None
-        if first:
-            k, v = all_k[first : first + longest], all_v[first : first + longest]
+        if reqs == 1 and starts[0]:
+            in_place = slice(starts[0], starts[0] + longest)
+            k, v = all_k[in_place], all_v[in_place]
         else:
             index = slots[: reqs * longest]
             k, v = all_k.index_select(0, index), all_v.index_select(0, index)
@@ -163,6 +187,45 @@ def _bind_paged_decode(
         mixes.copy_(mixed if v_scale is None else mixed * v_scale)
 
     return run
+
+
+class _OneByOne:
+    """Products of each request with its own keys and values alone, in float32."""
+
+    def __init__(
+        self,
+        queries: Tensor,  # [reqs, kv_heads, group, head_dim]
+        all_k: Tensor,  # [slots, kv_heads, head_dim]
+        all_v: Tensor,  # [slots, kv_heads, v_head_dim]
+        slots: Tensor,  # [capacity]
+        bias: Tensor,  # [capacity]
+        scale: float,
+        mixes: Tensor,  # [reqs, kv_heads, group, v_head_dim]  written
+    ) -> None:
+        self._queries, self._mixes = host_array(queries), host_array(mixes)
+        self._k, self._v = host_array(all_k), host_array(all_v)
+        self._slots, self._bias = host_array(slots), host_array(bias)
+        self._scale = np.float32(scale)
+
+    def run(self, reaches: list[int], starts: list[int]) -> None:
+        """reaches, starts: [reqs] as of `decode_slots_cpu`."""
+        reqs, longest = len(reaches), max(reaches)
+        read: list[slice | NDArray[np.int32]] = [
+            slice(start, start + reach) if start else self._slots[n * longest :][:reach]
+            for n, (reach, start) in enumerate(zip(reaches, starts, strict=True))
+        ]
+        with np.errstate(all="ignore"):  # NaN and infinity are the request's, and are told of it
+            queries = self._queries * self._scale
+            scores = np.zeros((*queries.shape[:3], longest), np.float32)
+            for n, reach in enumerate(reaches):
+                keys = self._k[read[n]].transpose(1, 2, 0)
+                np.matmul(queries[n], keys, out=scores[n, :, :, :reach])
+            if reqs > 1:
+                scores += self._bias[: reqs * longest].reshape(reqs, 1, 1, longest)
+            weights = torch.from_numpy(scores).softmax(3).numpy()
+            for n, reach in enumerate(reaches):
+                values = self._v[read[n]].transpose(1, 0, 2)
+                np.matmul(weights[n, :, :, :reach], values, out=self._mixes[n])
 
 
 def _view_slots(cache: Tensor) -> Tensor | None:
@@ -192,12 +255,12 @@ def _with_sinks(
 
 _DECODE_SLOTS = define_op(
     "decode_slots_cpu(Tensor page_table, Tensor kv_lens, int page_size, int? window, int? chunk, "
-    "Tensor(a!) extent, Tensor(b!) slots, Tensor(c!) bias) -> ()",
+    "Tensor(a!) extents, Tensor(b!) slots, Tensor(c!) bias) -> ()",
     cpu=_decode_slots,
 )
 _PAGED_DECODE = define_op(
     "paged_decode_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor extent, Tensor slots, Tensor bias, Tensor? sinks, float scale, "
+    "Tensor? v_scale, Tensor extents, Tensor slots, Tensor bias, Tensor? sinks, float scale, "
     "Tensor(a!) out) -> ()",
     bind=_bind_paged_decode,
 )

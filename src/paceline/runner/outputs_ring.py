@@ -141,16 +141,19 @@ class LaunchedStep:
         """Block until the step has executed; its outputs as host values."""
         self.synchronize()
         num_reqs = self.step.layout.num_reqs
-        rows = packed_results(self._slot.results, num_reqs, self._max_emitted).tolist()
-        token_ids: tuple[tuple[int, ...], ...]
-        if self._max_emitted == 1:  # the loop waits here in every turn: no slices
-            token_ids = tuple([(token,) if emitted else () for emitted, _, token in rows])
-        else:
-            token_ids = tuple([tuple(row[2 : 2 + row[0]]) for row in rows])
+        rows = packed_results(self._slot.results, num_reqs, self._max_emitted)
+        # The loop waits here in every turn, as a rule for one token of each row, which all go on.
+        emitted, codes, *tokens = rows.t().tolist()
+        token_ids: tuple[tuple[int, ...], ...] = tuple(zip(*tokens, strict=True))
+        if self._max_emitted > 1 or 0 in emitted:
+            token_ids = tuple([row[:num] for row, num in zip(token_ids, emitted, strict=True)])
+        finish = (FinishCode.RUNNING,) * num_reqs
+        if any(codes):
+            finish = tuple([_FINISH_CODES[code] for code in codes])
         return StepOutputs(
             epoch=self.step.epoch,
             token_ids=token_ids,
-            finish=tuple([_FINISH_CODES[row[1]] for row in rows]),
+            finish=finish,
             logprobs=self._logprobs(token_ids) if self.step.logprobs else None,
             drafts=self._drafts() if self.step.tells_drafts else {},
             state_lens=self._state_lens(),

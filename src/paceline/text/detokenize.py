@@ -88,14 +88,22 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> Released:
         """Text that became stable.  Tokens after a stop are ignored."""
-        text = ""
+        num_before = len(self._released)
+        self.feed(token_ids)
+        return Released("".join(self._released[num_before:]), self._stop)
+
+    def feed(self, token_ids: Iterable[int]) -> StopMatch | None:
+        """As `push`, for who reads `text` or takes: the stop string that ended the text so far."""
         for token in token_ids:
             if self._stop is not None:
                 break
             self._num_tokens += 1
-            stable = self._window.push(token)
-            text += self._match(stable) if self._has_stops else stable
-        return self._release(text)
+            text = self._window.push(token)
+            if self._has_stops:
+                text = self._match(text)
+            if text:
+                self._released.append(text)
+        return self._stop
 
     def flush(self) -> Released:
         """The rest of the text, once no more tokens come."""
@@ -104,7 +112,9 @@ class Detokenizer:
             text += self._match(self._window.flush())
         if self._stop is None:
             text += self._matcher.flush()
-        return self._release(text)
+        if text:
+            self._released.append(text)
+        return Released(text, self._stop)
 
     def _match(self, text: str) -> str:
         enabled = self._num_tokens > self._min_tokens
@@ -112,11 +122,6 @@ class Detokenizer:
         if string is not None:
             self._stop = StopMatch(string, self._num_tokens)
         return released
-
-    def _release(self, text: str) -> Released:
-        if text:
-            self._released.append(text)
-        return Released(text, self._stop)
 
 
 class StopMatcher:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,10 @@ class Tokenizer:
         }
         self._add_bos: bool | None = config.get("add_bos_token")
         self._decode_one = lru_cache(_MOST_KEPT)(self._decode_alone)
-        self._piece = lru_cache(_MOST_KEPT)(self._find_piece)
+        self._pieces = {  # by whether special tokens are skipped: asked for every token
+            skips: lru_cache(_MOST_KEPT)(partial(self._find_piece, skip_special_tokens=skips))
+            for skips in (False, True)
+        }
         # Its texts are the tokens' bytes, one behind the other; others look at neighbours.
         self._joins_bytes = isinstance(core.decoder, tokenizers.decoders.ByteLevel)
         # Decoders treat the first token of a text specially, so none is decoded alone.
@@ -191,7 +194,7 @@ class Tokenizer:
     def piece(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
         """What a token adds to any text that ends with a whole character; None where that depends
         on the text, is not whole itself, or is nothing."""
-        return self._piece(token_id, skip_special_tokens)
+        return self._pieces[skip_special_tokens](token_id)
 
     def _find_piece(self, token_id: int, skip_special_tokens: bool) -> str | None:
         if not self._joins_bytes:

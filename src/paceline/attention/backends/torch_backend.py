@@ -29,7 +29,7 @@ class GroupSlots:
 
     window: Lookback | None
     page_size: int
-    extent: Tensor  # [2]  int64  keys of the longest reach; first slot of a single run, or 0
+    extents: Tensor  # [max_reqs, 2]  int64  each reach in keys; first slot of its run, or 0
     slots: Tensor  # [max_reqs * max reach]  int32
     bias: Tensor  # [max_reqs * max reach]  the cache's dtype
 
@@ -78,7 +78,9 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
                 GroupSlots(
                     window=window,
                     page_size=limits.page_size,
-                    extent=torch.zeros(2, dtype=torch.int64, device=limits.device),
+                    extents=torch.zeros(
+                        limits.max_reqs, 2, dtype=torch.int64, device=limits.device
+                    ),
                     slots=torch.zeros(capacity, dtype=torch.int32, device=limits.device),
                     bias=torch.zeros(capacity, dtype=limits.dtype, device=limits.device),
                 )
@@ -96,7 +98,7 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
                 table.kv_lens,
                 page_size=group.page_size,
                 window=group.window,
-                extent=group.extent,
+                extents=group.extents,
                 slots=group.slots,
                 bias=group.bias,
             )
@@ -116,7 +118,7 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
                 q,
                 cache_of(layer),
                 weighing_of(layer, part),
-                extent=group.extent,
+                extents=group.extents,
                 slots=group.slots,
                 bias=group.bias,
             )

@@ -22,7 +22,7 @@ class Completion:
         self._token_ids: list[int] = []
         self._tokenizer = tokenizer
         self._logprobs: list[TokenLogprobs] = []
-        self._is_drafted: list[bool] = []
+        self._is_drafted: list[bool] = []  # up to the last token of a round that took drafts
         self._rounds: list[Round] = []  # where a trace was asked for
         self._finish: FinishReason | None = None
         self._stop_reason: int | str | None = None
@@ -62,8 +62,10 @@ class Completion:
         """
         if self._finish is not None:
             return None
-        self._note_tokens(update)
-        stop_tokens = self._find_stop(update)
+        if update.num_drafted or update.logprobs or update.drafts is not None:
+            self._note_round(update)
+        self._token_ids += update.new_token_ids
+        stop_tokens = None if self._detokenizer is None else self._find_stop(update)
         if stop_tokens is not None:
             return stop_tokens if update.finish is None else None
         if update.finish is not None:
@@ -130,23 +132,30 @@ class Completion:
             stop_reason=self._stop_reason,
             logprobs=tuple(self._logprobs[num_tokens:]) if is_scored else None,
             error=self.request.error,
-            is_drafted=tuple(self._is_drafted[num_tokens:]),
+            is_drafted=self._drafted_behind(num_tokens),
             num_chars_before=num_chars,
             num_tokens_before=num_tokens,
             trace=self._trace(num_rounds) if self.request.params.trace_tokens else None,
         )
+
+    def _drafted_behind(self, num_tokens: int) -> tuple[bool, ...]:
+        """Of each token behind so many, whether a drafter proposed it."""
+        noted = tuple(self._is_drafted[num_tokens:])
+        return noted + (False,) * (len(self._token_ids) - num_tokens - len(noted))
 
     def _trace(self, num_rounds: int) -> Trace:
         """Behind so many rounds."""
         rounds = tuple(self._rounds[num_rounds:])
         return Trace(cached_tokens=self.request.num_cached, rounds=rounds)
 
-    def _note_tokens(self, update: RequestUpdate) -> None:
-        tokens, drafted = update.new_token_ids, update.num_drafted
+    def _note_round(self, update: RequestUpdate) -> None:
+        """What is known of new tokens beside their ids, before these are."""
+        tokens = update.new_token_ids
         if update.drafts is not None and tokens and self.request.params.trace_tokens:
             self._rounds.append(Round.of(update.drafts, tokens, at=self.num_tokens))
-        self._token_ids += tokens
-        self._is_drafted += (True,) * drafted + (False,) * (len(tokens) - drafted)
+        if update.num_drafted:
+            self._is_drafted += (False,) * (self.num_tokens - len(self._is_drafted))
+            self._is_drafted += (True,) * update.num_drafted
         if update.logprobs:
             wanted = self.request.params.logprobs or 0
             self._logprobs += [
@@ -156,14 +165,15 @@ class Completion:
 
     def _find_stop(self, update: RequestUpdate) -> int | None:
         """Feed the detokeniser; the tokens to keep when it found a stop string."""
-        if self._detokenizer is None:
-            return None
+        assert self._detokenizer is not None, "the completion has text"
         tokens, finish = update.new_token_ids, update.finish
-        is_stopped = finish is FinishReason.STOP and not self.request.is_done
-        if is_stopped and not self.request.params.include_stop_str_in_output:
-            tokens = tokens[:-1]  # the token that stopped it is no part of the text
-        found = self._detokenizer.push(tokens).stop
-        if finish is not None:
+        if finish is None:
+            found = self._detokenizer.feed(tokens)
+        else:
+            is_stopped = finish is FinishReason.STOP and not self.request.is_done
+            if is_stopped and not self.request.params.include_stop_str_in_output:
+                tokens = tokens[:-1]  # the token that stopped it is no part of the text
+            self._detokenizer.feed(tokens)
             found = self._detokenizer.flush().stop
         if found is None:
             return None
