@@ -60,6 +60,12 @@ def test_products_equal_float64(tokens: int, rows: int, inner: int) -> None:
         assert not counters.any()
 
 
+@pytest.mark.parametrize("rows", [1, 77, 2560, 3168])
+def test_weights_that_few_programs_hold_are_multiplied_whole(rows: int) -> None:
+    x, weight, _ = operands(1, rows, 5120)
+    assert_exact(linear(x, weight, None), x.double() @ weight.double().T)
+
+
 @TOKENS
 @pytest.mark.parametrize(("rows", "inner"), [(2 * 14336, 4096), (2 * 72, 128), (2, 256)])
 def test_gated_products_equal_float64(tokens: int, rows: int, inner: int) -> None:

@@ -61,12 +61,13 @@ def test_a_weight_of_few_long_rows_is_held_by_few_programs(monkeypatch: pytest.M
         launch(jitted, *args, **options)
 
     monkeypatch.setattr(kernel, "launch", noted)
-    for given in (bias, None):
-        exact = skinny_linear_reference(x, weight, given, None)
-        torch.testing.assert_close(skinny_linear(x, weight, given), exact, rtol=4e-3, atol=0.02)
-    assert launched == [kernel._held_linear_kernel] * 2
-    few = skinny_linear(x, weight[:7], None)  # not as many as are held
-    torch.testing.assert_close(few, exact[:, :7], rtol=4e-3, atol=0.02)
+    exact = skinny_linear_reference(x, weight, None, None)
+    for rows in (19, 7):  # 7 are not as many as are held
+        found = skinny_linear(x, weight[:rows], None)
+        torch.testing.assert_close(found, exact[:, :rows], rtol=4e-3, atol=0.02)
+    skinny_linear(x, weight, bias)
+    kinds = [kernel._held_linear_kernel] * 2 + [kernel._one_token_kernel]
+    assert launched == kinds
 
 
 @pytest.mark.parametrize("tokens", [2, 20])

@@ -24,7 +24,6 @@ def _moe_align_few_kernel(
     max_blocks,
     BLOCK_ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
-    BESIDE: tl.constexpr,  # pairs asked for at a time
     LAST: tl.constexpr,  # more than any expert
     OVERLAPPED: tl.constexpr,
 ):
@@ -37,11 +36,9 @@ def _moe_align_few_kernel(
     ids = tl.load(expert_ids_ptr + place, mask=live, other=LAST)
     let_next_start(OVERLAPPED)
     rank = tl.zeros((PAIRS,), tl.int32)
-    for start in range(0, num_pairs, BESIDE):
-        for beside in tl.static_range(BESIDE):
-            other = start + beside
-            theirs = tl.load(expert_ids_ptr + other, mask=other < num_pairs, other=LAST)
-            rank += ((theirs < ids) | ((theirs == ids) & (other < place))).to(tl.int32)
+    for other in tl.static_range(PAIRS):
+        theirs = tl.load(expert_ids_ptr + other, mask=other < num_pairs, other=LAST)
+        rank += ((theirs < ids) | ((theirs == ids) & (other < place))).to(tl.int32)
     tl.store(order_ptr + rank, place, mask=live)
     tl.debug_barrier()  # what one thread wrote another reads
 
@@ -50,12 +47,10 @@ def _moe_align_few_kernel(
     expert = tl.load(expert_ids_ptr + pair, mask=live, other=LAST)
     begin = tl.zeros((PAIRS,), tl.int32)
     end = begin
-    for start in range(0, num_pairs, BESIDE):
-        for beside in tl.static_range(BESIDE):
-            other = start + beside
-            theirs = tl.load(expert_ids_ptr + other, mask=other < num_pairs, other=LAST)
-            begin += (theirs < expert).to(tl.int32)
-            end += (theirs <= expert).to(tl.int32)
+    for other in tl.static_range(PAIRS):
+        theirs = tl.load(expert_ids_ptr + other, mask=other < num_pairs, other=LAST)
+        begin += (theirs < expert).to(tl.int32)
+        end += (theirs <= expert).to(tl.int32)
     opens = live & ((place - begin) % BLOCK_ROWS == 0)
     row_ptr = blocks_ptr + (tl.cumsum(opens.to(tl.int32), axis=0) - 1) * 3
     tl.store(row_ptr, expert, mask=opens)
@@ -156,7 +151,6 @@ def launch_moe_align(expert_ids: Tensor, num_experts: int, block_rows: int) -> A
             blocks,
             BLOCK_ROWS=block_rows,
             PAIRS=few,
-            BESIDE=16,
             LAST=next_power_of_2(num_experts),
             num_warps=4 if few > 16 else 1,
             **overlap_options(expert_ids.device, _moe_align_few_kernel),

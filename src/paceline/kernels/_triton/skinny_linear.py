@@ -37,7 +37,7 @@ _ROW_ELEMENTS = 4096  # of one program's tile, at least
 _CHUNK_ELEMENTS = 2048  # of one chunk of it, where rows are cut
 _MOST_CHUNKS = 7  # of a row
 # Of one token and a weight all of which is on its way at once: programs of a processor, rows that
-# each has in registers, stages of its ring, numbers of a row.  The fastest on an H200 of 1 to 8
+# each has in registers, stages of its ring, numbers of a row.  The fastest on an H200 of 2 to 8
 # programs, 0 to 8 rows and 3 to 6 stages, for rows of 5,120.
 _HOLDERS, _HELD, _HELD_STAGES, _HELD_COLS = 4, 3, 4, (4096, 5120)
 
@@ -93,43 +93,30 @@ def _one_token_kernel(
 
 
 @triton.jit
-def _store_feature(
-    total,  # float32
-    bias_ptr,  # [out_features] or None
-    out_ptr,  # [out_features]
-    feature,
-    out_features,
-):
-    features = feature + tl.arange(0, 1)
-    live = features < out_features
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)
-    tl.store(out_ptr + features, total.to(out_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit
 def _held_linear_kernel(
     x_ptr,  # [CHUNKS * BLOCK_COLS]
     weight_ptr,  # [out_features, CHUNKS * BLOCK_COLS]
-    bias_ptr,  # [out_features] or None
     out_ptr,  # [out_features]
     stride_weight_row,
     out_features,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    HELD: tl.constexpr,  # rows in registers
+    HELD: tl.constexpr,  # times BLOCK_ROWS rows are in registers
     STAGES: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """A program has every so many rows.  What it holds it multiplies last: its ring is filled
     before."""
     cols = tl.arange(0, BLOCK_COLS)
-    first, step = tl.program_id(0), tl.num_programs(0)
+    rows = tl.arange(0, BLOCK_ROWS)
+    step = tl.num_programs(0) * BLOCK_ROWS
+    first = tl.program_id(0) * BLOCK_ROWS
     held = ()
-    for row in tl.static_range(HELD):
-        feature = first + row * step
-        row_ptrs = weight_ptr + tl.cast(feature, tl.int64) * stride_weight_row + cols
-        live = cols < tl.where(feature < out_features, BLOCK_COLS, 0)
+    for index in tl.static_range(HELD):
+        features = first + index * step + rows
+        row_ptrs = weight_ptr + features.to(tl.int64)[:, None] * stride_weight_row + cols[None, :]
+        live = (features < out_features)[:, None]
         for chunk in tl.static_range(CHUNKS):
             weight = tl.load(
                 row_ptrs + chunk * BLOCK_COLS, mask=live, other=0.0, eviction_policy="evict_first"
@@ -140,19 +127,35 @@ def _held_linear_kernel(
     xs = ()
     for chunk in tl.static_range(CHUNKS):
         xs += (tl.load(x_ptr + chunk * BLOCK_COLS + cols).to(tl.float32),)
-    for feature in tl.range(first + HELD * step, out_features, step, num_stages=STAGES):
-        row_ptrs = weight_ptr + tl.cast(feature, tl.int64) * stride_weight_row + cols
-        sums = tl.zeros([BLOCK_COLS], tl.float32)
+    for begin in tl.range(first + HELD * step, out_features, step, num_stages=STAGES):
+        features = begin + rows
+        row_ptrs = weight_ptr + features.to(tl.int64)[:, None] * stride_weight_row + cols[None, :]
+        sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
         for chunk in tl.static_range(CHUNKS):
-            weight = tl.load(row_ptrs + chunk * BLOCK_COLS, eviction_policy="evict_first")
-            sums += weight.to(tl.float32) * xs[chunk]
-        _store_feature(tl.sum(sums, axis=0), bias_ptr, out_ptr, feature, out_features)
-    for row in tl.static_range(HELD):
-        sums = tl.zeros([BLOCK_COLS], tl.float32)
+            weight = tl.load(
+                row_ptrs + chunk * BLOCK_COLS,
+                mask=(features < out_features)[:, None],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            sums += weight.to(tl.float32) * xs[chunk][None, :]
+        out_ptrs = out_ptr + features
+        tl.store(
+            out_ptrs,
+            tl.sum(sums, axis=1).to(out_ptr.dtype.element_ty),
+            mask=features < out_features,
+        )
+    for index in tl.static_range(HELD):
+        features = first + index * step + rows
+        sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
         for chunk in tl.static_range(CHUNKS):
-            sums += held[row * CHUNKS + chunk].to(tl.float32) * xs[chunk]
-        feature = first + row * step
-        _store_feature(tl.sum(sums, axis=0), bias_ptr, out_ptr, feature, out_features)
+            sums += held[index * CHUNKS + chunk].to(tl.float32) * xs[chunk][None, :]
+        out_ptrs = out_ptr + features
+        tl.store(
+            out_ptrs,
+            tl.sum(sums, axis=1).to(out_ptr.dtype.element_ty),
+            mask=features < out_features,
+        )
 
 
 @triton.jit
@@ -275,17 +278,18 @@ def launch_skinny_linear(
     require_runnable("x of skinny_linear", x, _few_tokens_kernel, otherwise="use kernels.linear")
     tokens, inner = x.shape
     out_features = out.shape[1]
-    if tokens == 1 and activation is None and _is_held(out_features, inner, x.device):
+    is_plain = bias is None and activation is None
+    if tokens == 1 and is_plain and _is_held(out_features, inner, x.device):
         chunks = _chunks(inner)
         launch(
             _held_linear_kernel,
             (_HOLDERS * multiprocessors(x.device),),
             x,
             weight,
-            bias,
             out,
             weight.stride(0),
             out_features,
+            BLOCK_ROWS=1,
             BLOCK_COLS=inner // chunks,
             CHUNKS=chunks,
             HELD=_HELD,

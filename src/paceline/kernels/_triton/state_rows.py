@@ -63,9 +63,7 @@ def _state_rows_kernel(
     is_dim, is_col = dims < KEY_DIM, cols < VALUE_DIM
     state_ptrs, is_state = state_tile(state_ptr, read, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
     is_read = tl.where(is_state, read, 0) != 0
-    # Not read again before a step has passed.
-    state = tl.load(state_ptrs, mask=is_read, other=0.0, eviction_policy="evict_first")
-    state = state.to(tl.float32)
+    state = tl.load(state_ptrs, mask=is_read, other=0.0).to(tl.float32)
     wait_for_inputs(OVERLAPPED)
     key_heads = heads // PER_KEY
     key_head = head // PER_KEY
@@ -149,8 +147,7 @@ def _state_rows_kernel(
             behind = product(tl.trans(k), left * u, tl.exp(last) * state, False)
     if u_ptr is None:
         state_ptrs, _ = state_tile(state_ptr, written, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
-        behind = behind.to(state_ptr.dtype.element_ty)
-        tl.store(state_ptrs, behind, mask=is_state, eviction_policy="evict_first")
+        tl.store(state_ptrs, behind.to(state_ptr.dtype.element_ty), mask=is_state)
 
 
 def launch_state_rows(

@@ -122,9 +122,7 @@ def _state_step_kernel(
     is_dim, is_col = dims < KEY_DIM, cols < VALUE_DIM
     state_ptrs, is_state = state_tile(state_ptr, read, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
     is_read = tl.where(is_state, read, 0) != 0
-    # Not read again before a step has passed.
-    state = tl.load(state_ptrs, mask=is_read, other=0.0, eviction_policy="evict_first")
-    state = state.to(tl.float32)
+    state = tl.load(state_ptrs, mask=is_read, other=0.0).to(tl.float32)
     key_head = head // PER_KEY
     at_q = first_q + key_head * step_key + dims
     at_k = first_k + key_head * step_key + dims
@@ -175,8 +173,7 @@ def _state_step_kernel(
     out_ptrs = out_ptr + (req * heads + head) * VALUE_DIM + cols
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_col)
     state_ptrs, _ = state_tile(state_ptr, written, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
-    behind = behind.to(state_ptr.dtype.element_ty)
-    tl.store(state_ptrs, behind, mask=is_state, eviction_policy="evict_first")
+    tl.store(state_ptrs, behind.to(state_ptr.dtype.element_ty), mask=is_state)
     if num_arrived == PER_KEY * tl.num_programs(0) - 1:
         _move_window(window_ptr, window_q, row_q, at_q, is_dim, written, channels, WINDOW)
         _move_window(window_ptr, window_k, row_k, at_k, is_dim, written, channels, WINDOW)
