@@ -76,6 +76,8 @@ def test_many_tokens_of_16_bits_take_it_on_a_gpu_with_a_copy_engine() -> None:
     assert not fits(arch=(12, 0))
     assert not fits(tokens=2047)
     assert not fits(inner=800)
+    assert fits(inner=1024)
+    assert not fits(inner=1088)
     assert not fits(rows=3076)
     assert fits(first=8)
     assert not fits(first=4)

@@ -3,8 +3,8 @@ act(x W^T + b), or of gate rows and up rows act(x G^T + b) * (x U^T + b).
 
 A library's product writes what the activation then reads and writes again.  Here an activation is
 computed of the sums of a tile while other tiles of the processor are multiplied.  Both read tiles
-by the copy engine.  Of 16-bit numbers on a Hopper GPU, and of tokens enough to fill it; all else
-stays with `linear` (docs/decisions/128-activations-in-products.md).
+by the copy engine.  Of 16-bit numbers on a Hopper GPU, of tokens enough to fill it and few inputs;
+all else stays with `linear` (docs/decisions/128-activations-in-products.md).
 """
 
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from paceline.kernels.skinny_linear import require_bias
 from paceline.kernels.stand_in import capability, device_type
 
 LEAST_TOKENS = 2048  # below, tiles are too few to fill a GPU
+MOST_INNER = 1024  # of the inner dimension: longer sums want other tiles, and gain less
 _MAJOR = 9  # of the compute capability where tiles were measured; others have less memory for them
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes, of what the copy engine reads: first numbers of rows
@@ -37,7 +38,7 @@ class ProductTile(NamedTuple):
 
 
 PLAIN_TILE = ProductTile(128, 128, 64, 8, 4, 2)
-GATED_TILE = ProductTile(128, 128, 64, 8, 8, 4, per_processor=1)
+GATED_TILE = ProductTile(128, 64, 64, 16, 4, 3, per_processor=2)
 
 
 def activated_linear_reference(
@@ -58,6 +59,7 @@ def fits_activated(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
         and arch[0] == _MAJOR
         and x.dim() == 2
         and x.shape[0] >= LEAST_TOKENS
+        and x.shape[1] <= MOST_INNER
         and _is_readable(x)
         and _is_readable(weight)
         and rows % _multiple_of_rows(x, gated=gated) == 0

@@ -6,7 +6,6 @@ All of it is done by the thread that owns the engine.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from paceline.core.collection import no_collection
 from paceline.core.errors import RequestError
 from paceline.core.progress import Progress
 from paceline.engine.answers.outputs import RequestOutput
@@ -65,19 +64,18 @@ class Requests:
         wanted = most_tokens // FIRST_PART
         trackers: list[Tracker] = []
         num_tokens = first = 0  # of the next step; its first prompt
-        with no_collection():  # which would walk what is alive until the end
-            try:
-                for index, each in enumerate(admitted):
-                    trackers.append(self._add_indexed(engine, each, index, count))
-                    num_tokens += len(each.token_ids)
-                    if num_tokens >= wanted or len(trackers) - first >= most:
-                        engine.step()
-                        num_tokens, first = 0, len(trackers)
-                        wanted = min(2 * wanted, most_tokens)
-            except BaseException:
-                abort_all(engine, trackers)
-                raise
-            return finish(engine, trackers, shown=shown)
+        try:
+            for index, each in enumerate(admitted):
+                trackers.append(self._add_indexed(engine, each, index, count))
+                num_tokens += len(each.token_ids)
+                if num_tokens >= wanted or len(trackers) - first >= most:
+                    engine.step()
+                    num_tokens, first = 0, len(trackers)
+                    wanted = min(2 * wanted, most_tokens)
+        except BaseException:
+            abort_all(engine, trackers)
+            raise
+        return finish(engine, trackers, shown=shown)
 
     def _add_or_refuse(
         self, engine: Engine, admitted: AdmittedPrompt | RequestError

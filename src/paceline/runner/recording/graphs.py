@@ -1,5 +1,6 @@
 """Graphs: keys, the two implementations behind one interface, and who decides what is captured."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -7,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.core.collection import no_collection
 from paceline.core.events import Event, Notify
 from paceline.core.modes import GENERATES, POOLS, End, MaskKind
 from paceline.core.request.sampling_params import SamplerTier
@@ -77,8 +77,7 @@ class CudaGraph:
         Raises HostReadError, as RecordedGraph does, where it is checked.
         """
         net = refuse_host_reads(lambda *_: None) if self._checked else nullcontext()
-        # To destroy another graph, as a collection may, spoils a capture.
-        with no_collection(), torch.no_grad(), net, self._recording():
+        with _no_collection(), torch.no_grad(), net, self._recording():
             function()
 
     @contextmanager
@@ -93,6 +92,18 @@ class CudaGraph:
     def replay(self) -> None:
         """Launch the graph on the current stream."""
         self._graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Within the block no garbage is collected: to destroy another graph spoils a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class GraphFactory(Protocol):
