@@ -10,6 +10,7 @@ the largest, what is smaller loses at most 2^-16 of the largest.  The sum of 32 
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
 from paceline.kernels._triton.launch import let_next_start, wait_for_inputs
 from paceline.kernels._triton.primitives import biased_activation
@@ -166,6 +167,10 @@ def _two_numbers(ptrs, left, MASKED: tl.constexpr, DTYPE: tl.constexpr):
 def _four_fp8(word, INTERPRETED: tl.constexpr):
     """float32 of the four bytes of each word."""
     if INTERPRETED:
+        CONVERTS: tl.constexpr = False
+    else:
+        CONVERTS: tl.constexpr = target_info.cuda_capability_geq(8, 9)
+    if not CONVERTS:
         a, b = _fp8(word), _fp8(word >> 8)
         c, d = _fp8(word >> 16), _fp8(word >> 24)
     else:
