@@ -168,7 +168,8 @@ def _fits_one(x: Tensor, packing: Packing, chunks: int) -> bool:
         and packing.kind in (INT4, FP8)
         and packing.group in (None, CHUNK)
         and not packing.has_zeros
-        and x.shape[1] % 2 == x.storage_offset() % 2 == 0
+        and x.shape[1] % 2 == 0
+        and x.storage_offset() % 2 == 0
     )
 
 

@@ -21,6 +21,7 @@ from paceline.kernels.skinny_linear import column_splits, require_bias, require_
 _FEWEST_TOKENS = 33  # fewer: words become numbers in registers, and rows need no kernel before
 _ENOUGH_PROGRAMS = 128
 _MOST_SPLITS = 2
+_ONE_EACH = 132  # programs: a multiprocessor has one, and room for more stages
 
 
 class ScaledTile(NamedTuple):
@@ -91,13 +92,15 @@ def skinny_scaled_linear(
     require_bias(bias, rows, torch.bfloat16)
     codes, scale = round_rows(x, None)
     out = torch.empty((tokens, rows // parts), dtype=x.dtype, device=x.device)
-    tile = ScaledTile(max(16, 1 << (tokens - 1).bit_length()), 64, 4, 6 if parts == 1 else 4)
+    tile = ScaledTile(max(16, 1 << (tokens - 1).bit_length()), 64, 4, 4)
     tiles = -(-out.shape[1] // tile.rows)
     splits, partial = 1, None
     if counters is not None and activation is None:
         chunks = packing.num_words(x.shape[1]) // packing.words
         splits = column_splits(tiles, chunks, enough=_ENOUGH_PROGRAMS, most=_MOST_SPLITS)
         require_counters(counters, tiles, device=x.device)
+    if tiles * splits <= _ONE_EACH:
+        tile = tile._replace(stages=6)
     if splits > 1:
         size = splits * tiles * tile.rows * tile.tokens
         partial = torch.empty(size, dtype=torch.float32, device=x.device)

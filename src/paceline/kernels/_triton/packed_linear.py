@@ -103,8 +103,7 @@ def _launch_one(
 ) -> None:
     columns, out_features = x.shape[1], out.shape[1]
     features = tile.rows // (1 if activation is None else 2)
-    steps = cdiv(columns, tile.step * CHUNK)
-    is_whole = steps * tile.step * CHUNK == columns and out_features % features == 0
+    is_whole = columns == tile.step * CHUNK and out_features % features == 0
     launch(
         packed_one_kernel,
         (cdiv(out_features, features),),
@@ -122,8 +121,6 @@ def _launch_one(
         HAS_GROUPS=weight.scale.shape[1] > 1,
         ROWS=tile.rows,
         CHUNKS=tile.step,
-        STEPS=steps,
-        AHEAD=min(tile.stages, steps),
         MASKED=not is_whole,
         INTERPRETED=interpreted(packed_one_kernel),
         num_warps=tile.warps,

@@ -10,6 +10,7 @@ the largest, what is smaller loses at most 2^-16 of the largest.  The sum of 32 
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
 from paceline.kernels._triton.launch import let_next_start, wait_for_inputs
 from paceline.kernels._triton.primitives import biased_activation
@@ -166,6 +167,10 @@ def _two_numbers(ptrs, left, MASKED: tl.constexpr, DTYPE: tl.constexpr):
 def _four_fp8(word, INTERPRETED: tl.constexpr):
     """float32 of the four bytes of each word."""
     if INTERPRETED:
+        CONVERTS: tl.constexpr = False
+    else:
+        CONVERTS: tl.constexpr = target_info.cuda_capability_geq(8, 9)
+    if not CONVERTS:
         a, b = _fp8(word), _fp8(word >> 8)
         c, d = _fp8(word >> 16), _fp8(word >> 24)
     else:
@@ -191,47 +196,6 @@ def _fp8(word):
 
 
 @triton.jit
-def _step_words(
-    weight_ptr,  # [CHUNKS, ROWS, WORDS]
-    live_rows,  # [1, ROWS, 1]
-    word,  # [CHUNKS, WORDS]
-    num_words,
-    step,
-    CHUNKS: tl.constexpr,
-    WORDS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """[CHUNKS, ROWS, WORDS] of a step."""
-    begin = step * CHUNKS * WORDS
-    if MASKED:
-        live = live_rows & (word < num_words - begin)[:, None, :]
-        words = tl.load(weight_ptr + begin, mask=live, other=0, eviction_policy="evict_first")
-    else:
-        words = tl.load(weight_ptr + begin, eviction_policy="evict_first")
-    return words
-
-
-@triton.jit
-def _step_scales(
-    weight_scale_ptr,  # [1, ROWS, 1]
-    live_rows,  # [1, ROWS, 1]
-    chunk,  # [CHUNKS]
-    groups,
-    step,
-    CHUNKS: tl.constexpr,
-    HAS_GROUPS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """[CHUNKS, ROWS, 1] float32 of a step."""
-    group = (chunk + step * CHUNKS if HAS_GROUPS else 0 * chunk)[:, None, None]
-    if MASKED:
-        scale = tl.load(weight_scale_ptr + group, mask=live_rows & (group < groups), other=0.0)
-    else:
-        scale = tl.load(weight_scale_ptr + group)
-    return scale.to(tl.float32)
-
-
-@triton.jit
 def packed_one_kernel(
     x_ptr,  # [columns]
     weight_ptr,  # [rows, num_words] int32
@@ -246,10 +210,8 @@ def packed_one_kernel(
     IS_FP8: tl.constexpr,
     HAS_GROUPS: tl.constexpr,  # a scale for each chunk
     ROWS: tl.constexpr,  # of the weight
-    CHUNKS: tl.constexpr,  # of a step
-    STEPS: tl.constexpr,
-    AHEAD: tl.constexpr,  # steps whose words are asked for at once
-    MASKED: tl.constexpr,  # steps end behind the last column, or tiles behind the last row
+    CHUNKS: tl.constexpr,  # at least those of a row
+    MASKED: tl.constexpr,  # they end behind the last column, or tiles behind the last row
     OVERLAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -269,58 +231,31 @@ def packed_one_kernel(
     word = chunk[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     row_ptrs = weight_ptr + rows.to(tl.int64)[None, :, None] * num_words + word[:, None, :]
     scale_ptrs = weight_scale_ptr + rows.to(tl.int64)[None, :, None] * groups
-    words = ()
-    for step in tl.static_range(AHEAD):
-        words += (_step_words(row_ptrs, live_rows, word, num_words, step, CHUNKS, WORDS, MASKED),)
-    scales = ()
-    for step in tl.static_range(AHEAD if HAS_GROUPS else 1):
-        scales += (
-            _step_scales(scale_ptrs, live_rows, chunk, groups, step, CHUNKS, HAS_GROUPS, MASKED),
-        )
+    group = (chunk if HAS_GROUPS else 0 * chunk)[:, None, None]
+    if MASKED:
+        live = live_rows & (word < num_words)[:, None, :]
+        words = tl.load(row_ptrs, mask=live, other=0, eviction_policy="evict_first")
+        scale = tl.load(scale_ptrs + group, mask=live_rows & (group < groups), other=0.0)
+    else:
+        words = tl.load(row_ptrs, eviction_policy="evict_first")
+        scale = tl.load(scale_ptrs + group)
     let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
 
     thread = tl.arange(0, THREADS)
     first_pair = chunk[:, None] * (_CHUNK // 2) + (thread // 4 * 32 + thread % 4)[None, :]
     pair_ptrs = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first_pair
-    acc = tl.zeros([CHUNKS, ROWS, THREADS], tl.float32)
-    for step in tl.static_range(STEPS):
-        if step + AHEAD < STEPS:
-            words += (
-                _step_words(
-                    row_ptrs, live_rows, word, num_words, step + AHEAD, CHUNKS, WORDS, MASKED
-                ),
-            )
-            if HAS_GROUPS:
-                scales += (
-                    _step_scales(
-                        scale_ptrs,
-                        live_rows,
-                        chunk,
-                        groups,
-                        step + AHEAD,
-                        CHUNKS,
-                        HAS_GROUPS,
-                        MASKED,
-                    ),
-                )
-        even, odd = tl.split(tl.reshape(words[step], (CHUNKS, ROWS, THREADS, 2, 2)))
-        zeroth, second = tl.split(even)
-        first, third = tl.split(odd)
-        begin = step * CHUNKS * (_CHUNK // 2)
-        own = (zeroth, first, second, third)
-        ptrs = pair_ptrs + begin
-        left = columns // 2 - begin - first_pair
-        if IS_FP8:
-            sums = _sums_of_fp8(own, ptrs, left, CHUNKS, ROWS, MASKED, DTYPE, INTERPRETED)
-        else:
-            sums = _sums_of_int4(own, ptrs, left, CHUNKS, ROWS, MASKED, DTYPE, INTERPRETED)
-        if HAS_GROUPS:
-            sums *= scales[step]
-        acc += sums
-    if not HAS_GROUPS:
-        acc *= scales[0]
-    sums = tl.sum(tl.sum(acc, axis=2), axis=0)
+    left = columns // 2 - first_pair
+    even, odd = tl.split(tl.reshape(words, (CHUNKS, ROWS, THREADS, 2, 2)))
+    zeroth, second = tl.split(even)
+    first, third = tl.split(odd)
+    own = (zeroth, first, second, third)
+    if IS_FP8:
+        sums = _sums_of_fp8(own, pair_ptrs, left, CHUNKS, ROWS, MASKED, DTYPE, INTERPRETED)
+    else:
+        sums = _sums_of_int4(own, pair_ptrs, left, CHUNKS, ROWS, MASKED, DTYPE, INTERPRETED)
+    sums *= scale.to(tl.float32)
+    sums = tl.sum(tl.sum(sums, axis=2), axis=0)
     up = sums
     if IS_GATED:
         sums, up = tl.split(tl.trans(tl.reshape(sums, (2, FEATURES))))
