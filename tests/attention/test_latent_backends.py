@@ -5,6 +5,7 @@ Cells of theirs are in tests/proof/check/test_latent_cells.py.
 
 import sys
 from dataclasses import replace
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -42,6 +43,18 @@ either = pytest.mark.parametrize("backend_class", BOTH, ids=["flashmla", "flashi
 def flashmla_plan(view: StepView, **limits: Any) -> flashmla_backend.FlashMLAPlan:
     backend = FlashMLABackend(flashmla)
     return backend.plan(view, backend.make_buffers(replace(LIMITS, **limits)))
+
+
+def layer_over(cache: Tensor, group: int = 0) -> LayerCache:
+    """cache: [num_pages, 64, 1, 576]."""
+    return LayerCache(
+        spec=replace(SPEC, group=group),
+        k_cache=cache,
+        v_cache=cache[..., :512],
+        k_scale=None,
+        v_scale=None,
+        sinks=None,
+    )
 
 
 def test_requests_of_as_many_queries_are_packed() -> None:
@@ -85,11 +98,9 @@ def test_a_prefix_is_planned_where_it_may_be_asked_for() -> None:
 
 
 def test_pieces_of_a_step_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces of two tokens and whole: the same rows, and the same lse."""
+    """In three and in two calls and whole: the same rows, and the same lse."""
     view, cache = view_of([0, 70, 9], [1, 2, 3]), torch.randn(10, 64, 1, 576).bfloat16()
-    layer = LayerCache(
-        spec=SPEC, k_cache=cache, v_cache=cache[..., :512], k_scale=None, v_scale=None, sinks=None
-    )
+    layer = layer_over(cache)
     q, backend = torch.randn(6, 4, 576).bfloat16(), FlashMLABackend(flashmla)
 
     def outputs(part: Part) -> tuple[Tensor, Tensor | None]:
@@ -97,14 +108,26 @@ def test_pieces_of_a_step_are_put_together(monkeypatch: pytest.MonkeyPatch) -> N
         return backend.forward(q, q, q, layer, plan, part)
 
     whole = {part: outputs(part) for part in (Part.ALL, Part.PREFIX)}
-    monkeypatch.setattr(flashmla_backend, "TOKENS_AT_ONCE", 2)
-    for part, (out, lse) in whole.items():
+    for at_once, (part, (out, lse)) in product((2, 3), whole.items()):
+        monkeypatch.setattr(flashmla_backend, "TOKENS_AT_ONCE", at_once)
         again, lse_again = outputs(part)
         assert torch.equal(again, out)
         assert (lse is None) == (lse_again is None) == (part is Part.ALL)
         if lse is not None and lse_again is not None:
             assert torch.equal(lse_again, lse)
             assert lse[0].isneginf().all()
+
+
+def test_queries_of_a_packed_request_see_the_keys_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    view, cache = view_of([5, 70], [2, 2]), torch.randn(7, 64, 1, 576).bfloat16()
+    layer = layer_over(cache)
+    q, backend = torch.randn(4, 4, 576).bfloat16(), FlashMLABackend(flashmla)
+    packed, _ = backend.forward(q, q, q, layer, flashmla_plan(view), Part.ALL)
+    monkeypatch.setattr(flashmla_backend, "MOST_QUERIES", 1)
+    alone, _ = backend.forward(q, q, q, layer, flashmla_plan(view), Part.ALL)
+    assert torch.equal(packed, alone)
 
 
 def step_of(view: StepView, epoch: int = 1) -> Step:
@@ -144,9 +167,7 @@ def test_a_forward_of_what_no_host_plan_planned_is_refused() -> None:
     backend, view = FlashInferMLABackend(flashinfer_mla), view_of([5, 70], [1, 2])
     buffers = backend.make_buffers(LIMITS)
     cache = torch.zeros(7, 64, 1, 576).bfloat16()
-    layer = LayerCache(
-        spec=SPEC, k_cache=cache, v_cache=cache[..., :512], k_scale=None, v_scale=None, sinks=None
-    )
+    layer = layer_over(cache)
     q = torch.zeros(3, 4, 576).bfloat16()
     backend.host_plan(step_of(view_of([5, 70], [1, 1])), buffers)
     plan = backend.plan(view, buffers)
@@ -156,19 +177,11 @@ def test_a_forward_of_what_no_host_plan_planned_is_refused() -> None:
 
 def test_each_layer_reads_the_page_table_of_its_group() -> None:
     view, cache = view_of([5, 70], [1, 1]), torch.randn(7, 64, 1, 576).bfloat16()
-    layer = LayerCache(
-        spec=replace(SPEC, group=1),
-        k_cache=cache,
-        v_cache=cache[..., :512],
-        k_scale=None,
-        v_scale=None,
-        sinks=None,
-    )
+    layer = layer_over(cache, group=1)
     ((group,), other) = view.groups, view.groups[0].page_table.flip(0)
     both = replace(view, groups=(replace(group, page_table=other), group))
     q, backend = torch.randn(2, 4, 576).bfloat16(), FlashMLABackend(flashmla)
-    first = replace(layer, spec=SPEC)
-    alone, _ = backend.forward(q, q, q, first, flashmla_plan(view), Part.ALL)
+    alone, _ = backend.forward(q, q, q, layer_over(cache), flashmla_plan(view), Part.ALL)
     of_two, _ = backend.forward(q, q, q, layer, flashmla_plan(both), Part.ALL)
     assert torch.equal(of_two, alone)
 

@@ -106,3 +106,7 @@ def test_pieces_are_as_many_as_are_allocated_for_at_most(lens, most_rows) -> Non
     most = most_pieces(30, reqs=3, most_rows=most_rows)
     assert len(prefix_pieces(lens, most_rows)) <= most
     assert len(prefix_pieces((30, 30, 30), most_rows)) == most
+
+
+def test_a_piece_holds_a_row_of_each_prefix_where_requests_outnumber_its_rows() -> None:
+    assert len(prefix_pieces((30, 30), 2)) == most_pieces(30, reqs=3, most_rows=2)

@@ -109,7 +109,7 @@ def test_each_tile_table_meets_the_definition(step: str, tile: str, splits: int)
 
     (extend, mask), (rows, programs) = STEPS[step], TILES[tile]
     heads = rows + 6 if extend == 1 else rows // 4  # two tiles of rows, one with room
-    rank = IN_PARTS if tile == "pairs" else RANK
+    rank = {"pairs": IN_PARTS, "many": 96}.get(tile, RANK)
     call = latent_call(heads, [200, 0, 63], extend, mask, rank=rank)
     workspace = nan_workspace(call, splits) if splits > 1 else None
     launch_paged_extend(

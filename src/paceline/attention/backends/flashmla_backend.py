@@ -185,7 +185,7 @@ def _calls(
 ) -> list[LatentCall]:
     """The calls of one part: of requests that bring `stride` queries each, or of tokens."""
     rows = query_rows(view, stride, prefix=part is Part.PREFIX)
-    calls, step = [], max(1, TOKENS_AT_ONCE // rows.queries)
+    calls, step = [], TOKENS_AT_ONCE // rows.queries
     for start in range(0, len(rows.kv_lens), step):
         cut = slice(start, min(start + step, len(rows.kv_lens)))
         lens = rows.kv_lens[cut]

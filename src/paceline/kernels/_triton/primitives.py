@@ -110,18 +110,8 @@ def narrow_query(
     else:
         wide = q.to(tl.float32)
         largest = tl.max(tl.abs(wide), axis=1)
-        unit, inverse = power_below(largest)
-        return (wide * inverse[:, None]).to(tl.float16), scale * unit[:, None]
-
-
-@triton.jit
-def power_below(
-    largest,  # float32, at least 0
-):
-    """(unit, 1 / unit): the power of two at `largest` or next below it, of its exponent."""
-    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
-    unit = (exponent << 23).to(tl.float32, bitcast=True)
-    return unit, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        unit = tl.exp2(tl.floor(tl.log2(tl.where(largest > 0.0, largest, 1.0))))
+        return (wide / unit[:, None]).to(tl.float16), scale * unit[:, None]
 
 
 @triton.jit

@@ -10,7 +10,7 @@ two words in a register, (1 0) and (3 2), are sorted to (2 0) and (3 1), in one 
 import triton
 import triton.language as tl
 
-from paceline.kernels._triton.primitives import dot, power_below
+from paceline.kernels._triton.primitives import dot
 from paceline.kernels._triton.runtime import interpreted
 
 
@@ -80,14 +80,16 @@ def narrow_parts(
     scale,
     PARTS: tl.constexpr,
 ):
-    """As `narrow_query`, of rows in parts."""
+    """As `narrow_query`, of rows in parts; the power of two is the exponent's bits."""
     if q[0].dtype == tl.float32:
         return q, scale
     else:
         largest = tl.max(tl.abs(q[0].to(tl.float32)), axis=1)
         for part in tl.static_range(1, PARTS):
             largest = tl.maximum(largest, tl.max(tl.abs(q[part].to(tl.float32)), axis=1))
-        unit, inverse = power_below(largest)
+        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+        unit = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         narrowed = ()
         for part in tl.static_range(PARTS):
             wide = q[part].to(tl.float32) * inverse[:, None]
