@@ -106,7 +106,11 @@ def test_the_schema_promises_no_422(client):
     assert not any("422" in each for each in answers)
     (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
     assert (name["name"], name["in"]) == ("name", "path")
-    assert list(schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+    said = {path: schema["paths"][path] for path in ("/metrics", "/v1/completions", "/v1/messages")}
+    kinds = [
+        list(way["responses"]["200"]["content"]) for each in said.values() for way in each.values()
+    ]
+    assert kinds == [["text/plain"], ["application/json"], ["application/json"]]
 
 
 def test_a_name_of_ten_megabytes_is_not_said_again(client):

@@ -1,7 +1,9 @@
 """The unmodified openai client against a real server with the bundled model."""
 
 import asyncio
+import json
 
+import httpx
 import openai
 import pytest
 from serving import serving, small_llm, wait_until
@@ -288,3 +290,36 @@ def test_what_cannot_be_served_is_refused_by_name(client, call, asked, param, co
             call(client, **asked, stream=stream)
         assert refused.value.type == "invalid_request_error"
         assert (refused.value.param, refused.value.code) == (param, code)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (
+            "completions",
+            {"prompt": PROMPT, "repetition_penalty": 1.0, "max_tokens": 6, "logprobs": None},
+        ),
+        (
+            "chat/completions",
+            {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}],
+                "max_completion_tokens": 6,
+            },
+        ),
+    ],
+)
+def test_what_vllms_bench_client_sends_is_answered_as_it_reads(world, path, asked):
+    """As vLLM 0.33 does; the client itself: clients/test_vllm_bench.py."""
+    body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, **asked}
+    answer = httpx.post(
+        f"{world[0].url}/v1/{path}",
+        json=body | {"ignore_eos": True},
+        headers={"x-request-id": "bench-0"},
+        timeout=60,
+    )
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, "bench-0")
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    *pieces, last = [json.loads(each.removeprefix("data: ")) for each in events]
+    assert all(piece["choices"] for piece in pieces)
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 6)

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from paceline.server.answer import Job, encoded
-from paceline.server.asking import answered, check_query, with_ignored
+from paceline.server.asking import add_asking, answered, check_query, with_ignored
 from paceline.server.bodies.body import body_schema
 from paceline.server.bodies.reader import COUNT, MESSAGES, Reading
 from paceline.server.messages.wire import CountRequest, MessagesRequest
@@ -16,9 +16,10 @@ from paceline.server.service import Service
 def add_messages(app: FastAPI, service: Service) -> None:
     """Add /v1/messages and /v1/messages/count_tokens."""
 
-    @app.post("/v1/messages", openapi_extra=body_schema(MessagesRequest))
     async def messages(request: Request) -> Response:
         return await answered(service, MESSAGES, _job, request)
+
+    add_asking(app, "/v1/messages", messages, **body_schema(MessagesRequest))
 
     @app.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountRequest))
     async def count_tokens(request: Request) -> Response:
