@@ -4,7 +4,7 @@ act(x W^T + b), or of gate rows and up rows act(x G^T + b) * (x U^T + b).
 A library's product writes what the activation then reads and writes again.  Here an activation is
 computed of the sums of a tile while other tiles of the processor are multiplied.  Both read tiles
 by the copy engine.  Of 16-bit numbers on a Hopper GPU, of tokens enough to fill it and few inputs;
-all else stays with `linear` (docs/decisions/128-activations-in-products.md).
+all else stays with `linear` (docs/decisions/125-activations-in-products.md).
 """
 
 from typing import NamedTuple

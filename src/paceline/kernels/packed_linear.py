@@ -5,7 +5,7 @@ packed weight is a half or a quarter of the plain one.  Words become numbers in 
 bits, and go from there to the matrix unit; each group's part of the sum is scaled in float32, so
 that a number is rounded nowhere (docs/decisions/103-codes-as-the-matrix-unit-reads-them.md).  One
 token's product with codes of 4 bits or fp8 is taken without the matrix unit; for 4 bits x becomes
-integers of 16 bits, with a power of two for 32 of them (docs/decisions/125-one-token-without.md).
+integers of 16 bits, with a power of two for 32 of them (docs/decisions/123-one-token-without.md).
 """
 
 from typing import NamedTuple, NoReturn

@@ -2,7 +2,7 @@
 
 Codes of either operand go to the matrix unit as they lie, so that no instruction turns one into a
 number: the time is that of reading the weight once.  The library is slow there, and no kernel of
-its can start early (docs/decisions/125-one-token-without.md).
+its can start early (docs/decisions/123-one-token-without.md).
 """
 
 from typing import NamedTuple
