@@ -174,7 +174,7 @@ def test_parts_that_end_within_a_block_are_multiplied_as_numbers(
     layer = packed.PackedLinear(blocks)
     with StandIn("cuda", None, (9, 0)):
         weight = layer.allocate(
-            [whole(n) for n in rows], whole(256), bias=False, placement=placement
+            [whole(n) for n in rows], whole(512), bias=False, placement=placement
         )
-        layer.apply(torch.empty(65, 256, dtype=torch.bfloat16, device="meta"), weight)
+        layer.apply(torch.empty(65, 512, dtype=torch.bfloat16, device="meta"), weight)
     assert bool(taken) == is_rounded

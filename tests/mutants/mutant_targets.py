@@ -248,7 +248,7 @@ TARGETS = (
     ),
     Target(
         "kernels/paged_decode_cpu.py",
-        ("_decode_slots", "_single_run"),
+        ("_decode_slots", "_run_starts"),
         Killers(_cells("torch", *_STEP, *_SHAPES), ("kernels/test_paged_decode_cpu.py",)),
     ),
     Target(
