@@ -193,6 +193,7 @@ def test_from_dict_refuses_a_bias_key_that_is_no_token_id():
     ("values", "tier"),
     [
         ({"temperature": 0}, SamplerTier.GREEDY),
+        ({"temperature": 1e-60}, SamplerTier.GREEDY),  # 0 as float32
         ({"temperature": 0, "top_k": 3, "top_p": 0.5}, SamplerTier.GREEDY),
         ({}, SamplerTier.BY_ROW),
         ({"temperature": 0, "repetition_penalty": 1.1}, SamplerTier.BY_ROW),

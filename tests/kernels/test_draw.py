@@ -88,7 +88,7 @@ TEMPERATURES = (1e-45, 1e-3, 0.3, 0.8, 2.0, 100.0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rows_sample_is_that_of_the_definition(kind: str, temperature: float) -> None:
     """A third of the filters for each kind of logits and temperature; all for either."""
-    filters = itertools.product((1, 50, 5000, ALL), (1.0, 0.95, 0.5, 1e-5), (0.0, 0.05))
+    filters = itertools.product((1, 50, 5000, ALL), (1.0, 0.95, 0.5, 1e-5, 1e-60), (0.0, 0.05))
     turn = list(KINDS).index(kind) + TEMPERATURES.index(temperature)
     for number, (top_k, top_p, min_p) in list(enumerate(filters))[turn % 3 :: 3]:
         law = exact(RowLaw(temperature, top_k, top_p, min_p, 31 * number - 7, number))

@@ -94,6 +94,7 @@ def _mass_cut(scaled: NDArray[np.float32], weights: NDArray[np.int64], wanted: f
 
     scaled: [tokens], the largest 0; weights: [tokens], together at least `wanted`.
     """
+    wanted = max(wanted, 1.0)  # masses are whole: nothing is in front of the first, or at least 1
     keys, masses, above = (np.float32(0.0) - scaled).view(np.int32), weights, 0
     for shift, values in _DIGITS:
         if len(keys) <= _FEW:
@@ -151,7 +152,7 @@ class Row:
         if top_p < 1.0:
             cut, ids = self._mass_cut(ids, top_p)
         elif ids is None:
-            ids = self._at_least(math.log(min_p))
+            ids = self._at_least(math.log(min_p) - math.log(2.0))  # exp rounds what is denormal
         scaled = self.scaled(ids)
         keep = scaled >= np.float32(cut)
         if min_p > 0.0:

@@ -166,9 +166,8 @@ def _listed(
     each = counts.tolist()
     most = max(each)
     listed = ids[:, :most][rows]
-    is_token = listed.view(np.uint64) < np.array(
-        vocab, np.uint64
-    )  # an id below 0 is a large number
+    # An id below 0 is a large number.
+    is_token = listed.view(np.uint64) < np.array(vocab, np.uint64)
     if min(each) < most:
         is_token &= _PLACES[:most] < counts[:, None]
     which, places = is_token.nonzero()

@@ -56,6 +56,8 @@ class Service:
         Raises ModelError, and ConfigError for parsers that do not fit the model's chat template.
         """
         tokenizer = None if served.folder is None else Tokenizer.from_folder(Path(served.folder))
+        if tokenizer is not None:  # looks at its whole vocabulary once, here and not in the loop
+            tokenizer.fewest_tokens("", 1)
         facts = ReaderFacts(
             model=model,
             context_len=served.context_len,

@@ -22,6 +22,7 @@ MAX_STOP_CHARS = 1024  # of a stop string; its beginnings are looked for too
 MAX_TEMPERATURE = 100.0  # beyond it every distribution is flat
 SEED_LIMIT = 2**63  # seeds are signed 64-bit integers
 
+_GREEDY = 2.0**-150  # temperatures up to here are 0 as float32, which the sampler has
 _MAX_ID_DIGITS = 20
 _ALIASES = {"max_new_tokens": "max_tokens"}
 
@@ -129,7 +130,7 @@ class SamplingParams:
     def asks(self) -> Asks:
         """What the sampler must look at; plug-ins apart."""
         asks = Asks.NOTHING
-        if self.temperature != 0.0:
+        if self.temperature > _GREEDY:
             asks |= Asks.DRAW
             if self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0:
                 asks |= Asks.FILTER

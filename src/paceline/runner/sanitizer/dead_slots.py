@@ -67,7 +67,7 @@ _REMEDIES = {
 
 
 def held_bytes(groups: int) -> int:
-    """At most, of so many groups with pages: what the chosen ones held, and of a layer of one of
+    """At most, however large the pools are, of so many groups with pages: what the chosen ones held, and of a layer of one of
     them what is put there or compared."""
     return (groups + 2) * _POISONED_BYTES
 

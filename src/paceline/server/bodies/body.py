@@ -15,7 +15,7 @@ from paceline.server.bodies.refusals import Wire
 from paceline.server.errors import ApiError
 
 LARGE = 1 << 16  # bytes: what a longer body holds is counted before it is built
-SMALL = 1 << 10  # bytes: to read as many takes about as long as to have another thread do so
+SMALL = 1 << 10  # bytes: a short prompt is read in less time than another thread takes to begin
 W = TypeVar("W", bound=Wire)
 
 
