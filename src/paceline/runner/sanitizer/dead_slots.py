@@ -67,8 +67,8 @@ _REMEDIES = {
 
 
 def held_bytes(groups: int) -> int:
-    """At most, however large the pools are, of so many groups with pages: what the chosen ones held, and of a layer of one of
-    them what is put there or compared."""
+    """At most, however large the pools are, of so many groups with pages: what the chosen ones
+    held, and of a layer of one of them what is put there or compared."""
     return (groups + 2) * _POISONED_BYTES
 
 
