@@ -10,6 +10,11 @@ from paceline.kernels.activated_linear import activated_linear, fits_activated
 from paceline.kernels.stand_in import StandIn
 
 pytest.importorskip("triton")
+# Of numpy, interpreting: 2^p where the result is 0, and infinity over it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
 EXACT = {
     "silu": F.silu,
     "relu": F.relu,
@@ -56,12 +61,17 @@ def test_gelu_errs_by_a_quarter_of_what_rounding_to_bfloat16_may_change() -> Non
     assert (error <= exact.abs() * 2**-9 / 4 + 1e-6).all()
 
 
-def test_what_is_no_number_stays_none() -> None:
-    x = torch.zeros(2, 64, dtype=torch.bfloat16)
-    x[0, 0] = float("nan")
-    out = activated_linear(x, x.new_ones(8, 64), None, "relu", gated=False, by_triton=True)
-    assert out[0].isnan().all()
-    assert not out[1].any()
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_sums_may_be_of_any_size_and_no_numbers(activation: str) -> None:
+    """Each in a row of its own."""
+    sizes = [0.0, 1e-30, 1e-3, 1.0, 20.0, 88.0, 100.0, 6e4, 1e20, 1e36, 3e38, torch.inf, torch.nan]
+    values = torch.tensor([*sizes, *(-size for size in sizes)]).bfloat16()
+    x = torch.zeros(len(values), 64, dtype=torch.bfloat16)
+    x[:, 0] = values
+    out = activated_linear(x, x.new_ones(8, 64), None, activation, gated=False, by_triton=True)
+    exact = EXACT[activation](values.double())[:, None].expand(-1, 8)
+    least = 1e-6 if activation.startswith("gelu") else 1e-36
+    torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=least, equal_nan=True)
 
 
 def test_many_tokens_of_16_bits_take_it_on_a_gpu_with_a_copy_engine() -> None:
