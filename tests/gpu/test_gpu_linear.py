@@ -113,9 +113,9 @@ def test_sums_may_be_of_any_size_and_no_numbers(activation: str) -> None:
     x = values.new_zeros(len(values), 64)
     x[:, 0] = values
     out = activated_linear(x, x.new_ones(8, 64), None, activation, gated=False)
-    exact = activate(values.double(), activation)[:, None].expand(-1, 8)
+    exact = activate(values.double().cpu(), activation)[:, None].expand(-1, 8)
     least = 1e-6 if activation.startswith("gelu") else 1e-36
-    torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=least, equal_nan=True)
+    torch.testing.assert_close(out.double().cpu(), exact, rtol=2**-7, atol=least, equal_nan=True)
 
 
 @TOKENS
