@@ -8,7 +8,7 @@ import torch
 from packed_cases import KINDS, random_weight, relative
 
 from paceline.kernels.act_and_mul import ACTIVATIONS, act_and_mul_reference, activate
-from paceline.kernels.activated_linear import fits_activated
+from paceline.kernels.activated_linear import activated_linear, fits_activated
 from paceline.kernels.linear import gated_linear, linear, linear_then
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts_reference
 from paceline.kernels.moe_route import moe_route
@@ -102,6 +102,20 @@ def test_activations_in_products_equal_float64(
         again = run(copied, weight, bias, activation)
     graph.replay()
     assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_sums_may_be_of_any_size_and_no_numbers(activation: str) -> None:
+    """Each in a row of its own: what a device makes of 2^p that overflows, and of division by
+    it."""
+    sizes = [0.0, 1e-30, 1.0, 88.0, 100.0, 6e4, 1e20, 1e36, 3e38, torch.inf, torch.nan]
+    values = torch.tensor([*sizes, *(-size for size in sizes)], device="cuda").bfloat16()
+    x = values.new_zeros(len(values), 64)
+    x[:, 0] = values
+    out = activated_linear(x, x.new_ones(8, 64), None, activation, gated=False)
+    exact = activate(values.double().cpu(), activation)[:, None].expand(-1, 8)
+    least = 1e-6 if activation.startswith("gelu") else 1e-36
+    torch.testing.assert_close(out.double().cpu(), exact, rtol=2**-7, atol=least, equal_nan=True)
 
 
 @TOKENS

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from paceline.kernels.custom_op import DispatchMode
 
 
-class Operators(TorchDispatchMode):
+class Operators(DispatchMode):
     """Notes the name of every operator that reaches the dispatcher."""
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ KINDS = {
     "int4-g32-zeros": Packing(INT4, 32, True, torch.float16),
     "int4-g64": Packing(INT4, 64, False, torch.bfloat16),
     "int4-row": Packing(INT4, None, True, torch.float32),
+    "int4-row-plain": Packing(INT4, None, False, torch.float32),
     "int8-g32": Packing(INT8, 32, False, torch.bfloat16),
     "int8-g128-zeros": Packing(INT8, 128, True, torch.float16),
     "int8-row": Packing(INT8, None, False, torch.float32),

@@ -10,6 +10,11 @@ from paceline.kernels.activated_linear import activated_linear, fits_activated
 from paceline.kernels.stand_in import StandIn
 
 pytest.importorskip("triton")
+# Of numpy, interpreting: 2^p where the result is 0, and infinity over it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
 EXACT = {
     "silu": F.silu,
     "relu": F.relu,
@@ -40,6 +45,34 @@ def test_it_is_the_activation_of_the_product(
     assert not torch.equal(without, out)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_last_group_may_have_fewer_tiles(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tiles of tokens in groups of two, of several columns of tiles.  Of gates two programs
+    take all of them in turns."""
+    from paceline.kernels import activated_linear as ours
+    from paceline.kernels._triton import activated_linear as kernel
+
+    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 1)
+    for name in ("PLAIN_TILE", "GATED_TILE"):
+        monkeypatch.setattr(ours, name, getattr(ours, name)._replace(group=2))
+    x = torch.zeros(257, 64, dtype=torch.float16)
+    x[:, 0] = torch.arange(257) / 2
+    weight = torch.ones(136 * (1 + gated), 64, dtype=torch.float16)
+    out = activated_linear(x, weight, None, "relu", gated=gated, by_triton=True)
+    assert torch.equal(out, (x[:, :1] ** (1 + gated)).expand(-1, 136))
+
+
+def test_sums_and_activations_are_rounded_before_the_product() -> None:
+    """A gate and an up that lie beside a number of float16, by 0.9 of what rounding takes: without
+    any of the three roundings the product is another."""
+    x = torch.zeros(1, 64, dtype=torch.float16)
+    x[0, :4] = torch.tensor([-6.55859375, -0.00175, 2.86328125, 0.00087])
+    weight = torch.zeros(16, 64, dtype=torch.float16)
+    weight[:8, :2], weight[8:, 2:4] = 1.0, 1.0
+    out = activated_linear(x, weight, None, "silu", gated=True, by_triton=True)
+    assert torch.equal(out, (F.silu(x[:, :1].float()).half() * x[:, 2:3]).expand(1, 8))
+
+
 def test_gelu_errs_by_a_quarter_of_what_rounding_to_bfloat16_may_change() -> None:
     """Products of one number each, from -12 to 12; rounded to float16, as the interpreter cuts
     bfloat16 off."""
@@ -56,12 +89,17 @@ def test_gelu_errs_by_a_quarter_of_what_rounding_to_bfloat16_may_change() -> Non
     assert (error <= exact.abs() * 2**-9 / 4 + 1e-6).all()
 
 
-def test_what_is_no_number_stays_none() -> None:
-    x = torch.zeros(2, 64, dtype=torch.bfloat16)
-    x[0, 0] = float("nan")
-    out = activated_linear(x, x.new_ones(8, 64), None, "relu", gated=False, by_triton=True)
-    assert out[0].isnan().all()
-    assert not out[1].any()
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_sums_may_be_of_any_size_and_no_numbers(activation: str) -> None:
+    """Each in a row of its own."""
+    sizes = [0.0, 1e-30, 1e-3, 1.0, 20.0, 88.0, 100.0, 6e4, 1e20, 1e36, 3e38, torch.inf, torch.nan]
+    values = torch.tensor([*sizes, *(-size for size in sizes)]).bfloat16()
+    x = torch.zeros(len(values), 64, dtype=torch.bfloat16)
+    x[:, 0] = values
+    out = activated_linear(x, x.new_ones(8, 64), None, activation, gated=False, by_triton=True)
+    exact = EXACT[activation](values.double())[:, None].expand(-1, 8)
+    least = 1e-6 if activation.startswith("gelu") else 1e-36
+    torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=least, equal_nan=True)
 
 
 def test_many_tokens_of_16_bits_take_it_on_a_gpu_with_a_copy_engine() -> None:
@@ -102,3 +140,10 @@ def test_other_operands_are_refused(rows: int, inner: int, dtype: torch.dtype, n
         activated_linear(x, torch.zeros(rows, inner, dtype=dtype), None, "silu", gated=True)
     with pytest.raises(KernelArgumentError, match=r"^activation must be one of"):
         activated_linear(x, x, None, "erf", gated=False)
+
+
+def test_without_triton_another_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.kernels._check.find_spec", lambda name: None)
+    x = torch.zeros(8, 64, dtype=torch.float16)
+    with pytest.raises(KernelArgumentError, match=r"install triton, or use kernels\.linear and"):
+        activated_linear(x, x, None, "silu", gated=False, by_triton=True)

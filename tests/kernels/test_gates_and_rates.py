@@ -63,6 +63,16 @@ def test_a_sigmoid_gates_heads_and_whole_tokens() -> None:
         torch.testing.assert_close(out.view(x.shape), wanted, rtol=2 * ULP, atol=0.0)  # two cuts
 
 
+def test_a_sigmoid_is_rounded_before_it_gates() -> None:
+    """0.73105 is 1497.2 steps of float16, and products with 1497 round in one way."""
+    from paceline.kernels._triton.sigmoid_gate import launch_sigmoid_gate
+
+    x, gate = torch.arange(64).half().view(1, 1, 64), torch.ones(1, 1, 1).half()
+    out = torch.full((1, 64), torch.nan).half()
+    launch_sigmoid_gate(x, gate, out)
+    assert torch.equal(out, (x * gate.sigmoid()).flatten(1))
+
+
 def test_what_is_no_gate_is_named() -> None:
     x = noise(2, 3, 4)
     with pytest.raises(KernelArgumentError, match=r"gate must be .* or \[2, 1, 1\]"):

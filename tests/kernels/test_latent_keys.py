@@ -4,6 +4,7 @@ definition; dead keys are NaN."""
 import pytest
 import torch
 
+from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import (
     PagedCache,
@@ -11,8 +12,9 @@ from paceline.kernels.paged_attention import (
     PagedRows,
     SplitWorkspace,
     Weighing,
+    paged_extend,
 )
-from paceline.kernels.scaled_latents import ScaledLatents, quantise_latents
+from paceline.kernels.scaled_latents import CODE, ScaledLatents, quantise_latents
 from paceline.proof.rig.paged import errors, permuted_pages
 
 pytest.importorskip("triton")
@@ -143,6 +145,8 @@ def test_scaled_latents_meet_the_definition(
     call = latent_call(
         heads, [200, 0, 63], extend, mask, rank=rank, scaled=True, page_size=page_size
     )
+    if rank == IN_PARTS:  # the unit of a query is that of all its tiles of columns
+        call.q[:, ::2, : rank // 2] = 0.0
     workspace = nan_workspace(call, splits) if splits > 1 else None
     launch_paged_extend(
         call,
@@ -152,6 +156,16 @@ def test_scaled_latents_meet_the_definition(
     )
     found = errors(call.out, call.q, call.cache, call.rows, call.weighing)
     assert float(found.max()) <= 1.0
+
+
+def test_float8_keys_that_hold_values_have_scales_of_rows() -> None:
+    call = latent_call(16, [40], 1, MaskKind.CAUSAL)
+    codes, one = torch.zeros(call.cache.k.shape, dtype=CODE), torch.ones(1)
+    v = codes[..., :RANK]
+    with pytest.raises(KernelArgumentError, match=r"v_cache must be pages of its own.*of rows"):
+        paged_extend(call._replace(cache=PagedCache(codes, v, one, one)))
+    paged_extend(call._replace(cache=PagedCache(codes, v.clone(), one, one)))
+    assert not call.out.any()
 
 
 def test_many_programs_of_few_rows_have_a_neighbour_with_fewer_keys() -> None:

@@ -1,16 +1,18 @@
-"""linear against float64, on both sides of the switch between library paths."""
+"""linear against float64, on both sides of the switch between library paths; what of ours runs."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
+from operators import Operators
 from torch import Tensor
 
-from paceline.kernels.linear import linear, linear_reference
+from paceline.kernels.linear import gated_linear, linear, linear_reference, linear_then
 from paceline.kernels.linear_cpu import is_by_columns, linear_cpu
 from paceline.kernels.openblas import fits_openblas, openblas_linear, set_num_threads
+from paceline.kernels.stand_in import StandIn
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement, empty_matrix
 from paceline.runner.recording.recorded import RecordedGraph
@@ -164,3 +166,28 @@ def test_a_recorded_linear_follows_its_input(tokens: int, order: str) -> None:
     x.mul_(-3.0)
     graph.replay()
     assert_within_roundings(out, x, weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("function", "tokens", "rows", "ran"),
+    [
+        (gated_linear, 64, 48, ["skinny_linear"]),
+        (gated_linear, 2047, 48, ["act_and_mul"]),
+        (gated_linear, 2048, 48, ["activated_linear"]),
+        (gated_linear, 2048, 24, ["act_and_mul"]),  # rows of 12 gates do not lie as they must
+        (linear_then, 64, 48, ["skinny_linear"]),
+        (linear_then, 2047, 48, []),
+        (linear_then, 2048, 48, ["activated_linear"]),
+        (linear_then, 2048, 24, ["activated_linear"]),
+    ],
+)
+def test_an_activation_behind_many_tokens_is_in_their_product(
+    function: Callable[..., Tensor], tokens: int, rows: int, ran: list[str]
+) -> None:
+    made = {"device": "meta", "dtype": torch.bfloat16}
+    x, weight = torch.empty(tokens, 256, **made), torch.empty(rows, 256, **made)
+    with StandIn("cuda", None, (9, 0)), Operators() as seen:
+        out = function(x, weight, None, "silu")
+    ours = [name for name in seen.names if name.startswith("paceline::")]
+    assert ours == [f"paceline::{name}" for name in ran]
+    assert out.shape == (tokens, rows // 2 if function is gated_linear else rows)

@@ -135,7 +135,9 @@ def test_bad_arguments_of_moe_route_are_named() -> None:
 def align(expert_ids: Tensor, num_experts: int, block_rows: int) -> Alignment:
     from paceline.kernels._triton.moe_align import launch_moe_align
 
-    return launch_moe_align(expert_ids, num_experts, block_rows)
+    with pytest.MonkeyPatch.context() as patch:  # what is not written is no expert
+        patch.setattr(torch, "empty", lambda *shape, **made: torch.full(shape, -1, **made))
+        return launch_moe_align(expert_ids, num_experts, block_rows)
 
 
 ALIGN = pytest.mark.parametrize("run", [align, moe_align_reference], ids=["triton", "reference"])
@@ -174,6 +176,9 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(
             assert flat[begin:end] == [expert] * (end - begin)
             covered = end
     assert covered == tokens * per_token
+    wanted = moe_align_reference(ids, num_experts, block_rows)
+    assert torch.equal(order, wanted.order)
+    assert torch.equal(blocks, wanted.blocks)
 
 
 def test_pairs_of_one_expert_keep_their_order() -> None:

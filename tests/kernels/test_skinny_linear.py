@@ -70,6 +70,24 @@ def test_a_weight_of_few_long_rows_is_held_by_few_programs(monkeypatch: pytest.M
     assert launched == kinds
 
 
+@pytest.mark.parametrize(
+    ("rows", "inner", "is_held"),
+    [
+        (3168, 5120, True),  # 6 for each of 528 programs
+        (3169, 5120, False),
+        (3168, 2560, False),
+        (3168, 4096, False),
+        (3168, 4608, False),  # 9 chunks of 512
+        (3168, 10240, False),
+    ],
+)
+def test_no_more_is_held_than_can_be_on_its_way(rows: int, inner: int, is_held: bool) -> None:
+    from paceline.kernels._triton.skinny_linear import _is_held
+
+    with StandIn("cuda", 132):
+        assert _is_held(rows, inner, torch.device("meta")) == is_held
+
+
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_split_products_add_all_parts_and_leave_their_counters_zero(tokens: int) -> None:
     x, weight, bias = operands(tokens, 128, 512, dtype=torch.float16)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels._check import reject
+from paceline.kernels._check import reject, require_triton
 from paceline.kernels.act_and_mul import act_and_mul, activate, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.skinny_linear import require_bias
@@ -127,6 +127,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> No
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, gated: bool, out: Tensor
 ) -> None:
+    require_triton("activated_linear", otherwise="use kernels.linear and kernels.act_and_mul")
     from paceline.kernels._triton.activated_linear import launch_activated_linear
 
     tile = GATED_TILE if gated else PLAIN_TILE

@@ -32,8 +32,9 @@ MAX_TOKENS = 64
 _MANY_TOKENS = 256  # beyond MAX_TOKENS: more take less time with a weight of numbers
 _CHOICE = (
     f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear); of fp8 with "
-    "codes for activations rows are rounded to fp8 from 33 tokens on where each row has a scale "
-    "(skinny_scaled_linear, scaled_linear), and larger ones where each block has; of 4 bits with a "
+    "codes for activations rows are rounded to fp8, where the GPU and the weight's sizes allow, "
+    "from 33 tokens on where each row has a scale (skinny_scaled_linear, scaled_linear), and in "
+    "larger steps where each block has; of 4 bits with a "
     f"bfloat16 scale for 128 columns up to {_MANY_TOKENS} tokens multiply with codes; others "
     "multiply with numbers made of codes (unpack_weight), as a CPU always does; experts multiply "
     "with codes at any number of tokens (packed_experts)"

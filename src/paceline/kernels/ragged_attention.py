@@ -15,7 +15,7 @@ turns for all heads alike (DeepSeek-V2, arXiv:2405.04434, equations 14 to 18).
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,11 +94,28 @@ def _hidden(num_q: int, num_k: int, *, back: int | None, ahead: int | None) -> T
     return hidden
 
 
-def _launch(*arguments: Any) -> None:
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shared_q: Tensor | None,
+    shared_k: Tensor | None,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    prefix_lens: Tensor | None,
+    visible_end: Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+    back: int | None,
+    ahead: int | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
     require_triton("ragged_attention", otherwise="choose the torch attention backend")
     from paceline.kernels._triton.ragged_attention import launch_ragged_attention
 
-    launch_ragged_attention(*arguments)
+    keys, masks = (k, v, shared_q, shared_k, cu_q, cu_k), (prefix_lens, visible_end)
+    launch_ragged_attention(q, *keys, *masks, scale, soft_cap, back, ahead, out, lse)
 
 
 _SCHEMA = (

@@ -30,7 +30,7 @@ class ScaledTile(NamedTuple):
     tokens: int  # a power of two, at least 16
     rows: int
     warps: int
-    stages: int  # of chunks on their way
+    stages: int  # of chunks on their way, or as many as the GPU's shared memory holds
 
 
 def skinny_scaled_linear_reference(

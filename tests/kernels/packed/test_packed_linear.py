@@ -115,6 +115,35 @@ def test_one_token_may_have_numbers_of_any_size(kind: str, columns: int) -> None
         assert not packed_linear(x, weight, None, packing).isfinite().any()
 
 
+@pytest.mark.parametrize(
+    ("kind", "columns", "first", "is_one"),
+    [
+        ("int4-g128", 256, 2, True),
+        ("int4-row-plain", 256, 0, True),
+        ("fp8-row", 4096, 0, True),
+        ("fp8-g128", 256, 0, True),
+        ("fp8-g128", 4224, 0, False),  # 33 chunks
+        ("int4-g128", 256, 1, False),  # pairs of numbers that no word holds
+        ("int4-g128", 257, 0, False),
+        ("int4-g64", 256, 0, False),
+        ("int4-row", 256, 0, False),  # with zeros
+        ("int8-row", 256, 0, False),
+    ],
+)
+def test_one_token_takes_a_kernel_of_its_own_where_numbers_lie_in_pairs(
+    monkeypatch: pytest.MonkeyPatch, kind: str, columns: int, first: int, is_one: bool
+) -> None:
+    from paceline.kernels._triton import packed_linear as launcher
+
+    launched = list[object]()
+    monkeypatch.setattr(
+        launcher, "launch", lambda jitted, *args, **options: launched.append(jitted)
+    )
+    weight, _ = random_weight(2, columns, KINDS[kind])
+    packed_linear(torch.zeros(1, first + columns).half()[:, first:], weight, None, KINDS[kind])
+    assert launched == [launcher.packed_one_kernel if is_one else launcher.packed_few_kernel]
+
+
 @pytest.mark.parametrize(("tokens", "kind"), [(6, "int4-g128"), (20, "int8-row")])
 def test_split_products_add_all_parts_and_leave_their_counters_zero(tokens: int, kind: str) -> None:
     packing = KINDS[kind]

@@ -108,6 +108,26 @@ def test_few_rows_equal_those_with_what_codes_stand_for(activation: str | None) 
     assert relative(ours, wanted.double()) < (4.6e-3 if activation is None else 2e-2)
 
 
+@pytest.mark.parametrize(
+    ("shared_bytes", "activation", "stages"),
+    [(227 << 10, None, 6), (227 << 10, "silu", 6), (99 << 10, None, 6), (99 << 10, "silu", 4)],
+)
+def test_chunks_on_their_way_are_no_more_than_shared_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, shared_bytes: int, activation: str | None, stages: int
+) -> None:
+    """Of 64 tokens a chunk is 16 KiB, and 24 of gates with ups.  A consumer GPU has 99."""
+    from paceline.kernels._triton import skinny_scaled_linear as kernel
+
+    launched = list[int]()
+    monkeypatch.setattr(kernel, "shared_memory_bytes", lambda device: shared_bytes)
+    monkeypatch.setattr(
+        kernel, "launch", lambda *args, num_stages, **options: launched.append(num_stages)
+    )
+    weight, _ = random_weight(128, 128, PACKING)
+    skinny_scaled_linear(inputs(64, 128), weight, None, PACKING, activation=activation)
+    assert launched == [stages]
+
+
 def test_operands_that_do_not_fit_are_named() -> None:
     weight, _ = random_weight(32, 256, PACKING)
     x = inputs(65, 256)

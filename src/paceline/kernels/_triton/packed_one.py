@@ -1,11 +1,13 @@
-"""Triton kernel of packed_linear for one token and codes of 4 bits; see kernels/packed_linear.py.
+"""Triton kernel of packed_linear for one token, of codes of 4 bits or fp8; see
+kernels/packed_linear.py.
 
-A thread has 16 bytes of each of a few rows: of 32 columns, always the same.  It reads these of x
-itself and brings them to integers of 16 bits, so that two products of a number and a code are one
-instruction.  Example: 32 numbers of which the largest is 3.5 = 1.75 * 2^1 are multiplied by
-2^(14 - 1), so that it becomes 28672; a bfloat16 of 8 significant bits stays exact down to 2^-7 of
-the largest, what is smaller loses at most 2^-16 of the largest.  The sum of 32 products is exact in
-32 bits, and is scaled and added in float32.
+A thread has 16 bytes of each of a few rows, always of the same columns, and reads these of x
+itself.  fp8 becomes float32.  Of codes of 4 bits, 32 columns, x becomes integers of 16 bits, so
+that two products of a number and a code are one instruction.  Example: 32 numbers of which the
+largest is 3.5 = 1.75 * 2^1 are multiplied by 2^(14 - 1), so that it becomes 28672.  A bfloat16 of 8
+significant bits stays exact down to 2^-7 of the largest, a float16 of 11 down to 2^-4; what is
+smaller loses at most 2^-15 of the largest.  The sum of 32 products is exact in 32 bits, and is
+scaled and added in float32.
 """
 
 import triton

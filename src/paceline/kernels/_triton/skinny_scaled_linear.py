@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.packed_products import write_product
-from paceline.kernels._triton.runtime import cdiv, require_runnable
+from paceline.kernels._triton.runtime import cdiv, require_runnable, shared_memory_bytes
 from paceline.kernels._triton.skinny_linear import meet
 from paceline.kernels.packed_weight import CHUNK
 from paceline.kernels.skinny_scaled_linear import ScaledTile
@@ -97,6 +97,8 @@ def launch_skinny_scaled_linear(
     )
     tokens, out_features = out.shape
     chunks = weight.shape[1] // CHUNK
+    weight_rows = tile.rows if activation is None else 2 * tile.rows
+    stage_bytes = (weight_rows + tile.tokens) * CHUNK
     launch(
         _skinny_scaled_kernel,
         (cdiv(out_features, tile.rows), splits),
@@ -117,6 +119,6 @@ def launch_skinny_scaled_linear(
         TOKENS=tile.tokens,
         ROWS=tile.rows,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=min(tile.stages, shared_memory_bytes(out.device) // stage_bytes),
         **overlap_options(out.device, _skinny_scaled_kernel),
     )

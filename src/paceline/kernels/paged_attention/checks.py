@@ -62,10 +62,17 @@ def _check_cache(q: Tensor, cache: PagedCache) -> None:
 
 
 def _check_scales(cache: PagedCache) -> None:
-    """An fp8 cache has both scales, [1] float32; any other has none."""
+    """An fp8 cache has both scales, [1] float32, and V beside K; any other has none."""
     if cache.beside is not None:
         _check_latents(cache, cache.beside)
         return
+    if cache.k.dtype == FP8 and cache.v_in_k:
+        reject(
+            "v_cache",
+            expected=f"pages of its own, for a cache of {FP8} with scales of a layer",
+            got=cache.v,
+            remedy="pass latents as codes with scales of rows; see kernels/scaled_latents.py",
+        )
     for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
         if cache.k.dtype == FP8:
             if scale is None or scale.dtype != torch.float32 or scale.shape != (1,):
