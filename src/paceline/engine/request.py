@@ -74,6 +74,7 @@ class Request:
     request_id: str
     params: SamplingParams
     token_ids: list[int]  # [num_known] prompt, then received output
+    prompt_ids: tuple[int, ...]  # [prompt_len] for who only reads
     prompt_len: int
     max_len: int  # finished once this many tokens are known, prompt included
     keys: PageKeys = NO_KEYS  # what its KV depends on beside its tokens
@@ -153,6 +154,7 @@ class Request:
             request_id=request_id,
             params=params,
             token_ids=list(prompt_ids),
+            prompt_ids=prompt_ids if isinstance(prompt_ids, tuple) else tuple(prompt_ids),
             prompt_len=num_prompt,
             max_len=min(wanted, context_len),
             keys=keys,
@@ -176,6 +178,7 @@ class Request:
             request_id=f"{self.request_id}#{index}",
             params=params,
             token_ids=list(self.token_ids),
+            prompt_ids=self.prompt_ids,
             prompt_len=self.prompt_len,
             max_len=self.max_len,
             keys=self.keys,
@@ -189,10 +192,6 @@ class Request:
             constraint=None if self.constraint is None else self.constraint.fork(),
             end=self.end,
         )
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return tuple(self.token_ids[: self.prompt_len])
 
     @property
     def num_known(self) -> int:

@@ -16,6 +16,7 @@ from paceline.core.modes import End
 from paceline.core.request.blocks import Blocks
 from paceline.core.request.input_rows import EncoderInput, InputRows
 from paceline.core.request.sampling_params import SamplingParams
+from paceline.core.request.token_ids import TokenIds
 from paceline.engine.grammar import Constraint, Grammar
 from paceline.engine.request import ALIKE, Share
 from paceline.llm.embeds import read_embeds, read_encoder_input
@@ -168,7 +169,8 @@ class Admission:
         self._check_length(len(token_ids), most)
         if end is End.GENERATE:
             self._note_cut(len(token_ids), params)
-        self._check_params(params, prompt_len=len(token_ids))
+        if params is not NOTHING:  # of which nothing could be refused
+            self._check_params(params, prompt_len=len(token_ids))
         self._check_blocks(parts.blocks, prompt_len=len(token_ids))
         input_rows = read_embeds(
             parts.embeds,
@@ -243,7 +245,7 @@ class Admission:
 
     def _read(
         self, prompt: str | Sequence[object] | ChatPrompt, most: int
-    ) -> tuple[str | None, tuple[int, ...]]:
+    ) -> tuple[str | None, TokenIds]:
         """(its text, its token ids, at most so many).  Raises RequestError, ModelError."""
         text: str | None = None
         ids: Sequence[object]
@@ -262,15 +264,17 @@ class Admission:
             text, ids = prompt, self.require_tokenizer().encode(prompt)
         else:
             ids = prompt
-        known, plain = range(self.config.vocab_size), plain_ids(ids)
+        vocab_size, plain = self.config.vocab_size, plain_ids(ids)
         # Looked at one by one only to be refused: a turn of the engine waits for a loop over many.
         is_plain = plain is ids or are_ints(plain)
-        if plain and (not is_plain or min(plain) < 0 or max(plain) not in known):  # type: ignore[type-var, operator]
+        found = _as_tokens(plain, vocab_size) if is_plain else None  # type: ignore[arg-type]
+        if found is None:
+            known = range(vocab_size)
             place = next(
                 i for i, each in enumerate(plain) if type(each) is not int or each not in known
             )
             raise self._id_error(place, plain[place], is_text=text is not None)
-        return text, tuple(plain)  # type: ignore[arg-type]
+        return text, found
 
     def _id_error(self, place: int, token: object, *, is_text: bool) -> RequestError:
         vocab_size, got = self.config.vocab_size, repr(token)
@@ -332,6 +336,15 @@ class Admission:
             prompt_len=prompt_len,
             stop_ids=params.all_stop_ids(self.config.eos_token_ids),
         )
+
+
+def _as_tokens(ids: Sequence[int], vocab_size: int) -> TokenIds | None:
+    """None where one is not of the vocabulary."""
+    try:
+        found = TokenIds(ids)
+    except OverflowError:
+        return None
+    return found if found.are_below(vocab_size) else None
 
 
 def require_admitted(outcome: AdmittedPrompt | RequestError) -> AdmittedPrompt:
