@@ -320,7 +320,8 @@ class Scheduler:
         """What `_receive` does for one whose end is a vector: it has no tokens, drafts, scores,
         grammar and input rows."""
         request, pooled = row.request, row.request.pooled
-        assert pooled is not None and outputs.pooled is not None, "the step has a row that pools"
+        assert pooled is not None, "its end is a vector"
+        assert outputs.pooled is not None, "the step has a row that pools"
         kv_len = request.kv_known = row.prefix_len + row.extend_len
         state_len = 0 if outputs.state_lens is None else outputs.state_lens[index]
         name, epoch = request.request_id, outputs.epoch

@@ -83,6 +83,7 @@ def join_delta(request: Request) -> Delta:
     return JoinDelta(
         row=_row_of(request),
         token_ids=request.prompt_ids if is_new else tuple(request.token_ids),
+        packed_ids=request.packed_ids if is_new else None,
         prompt_len=request.prompt_len,
         prefix_len=request.kv_known,
         max_len=request.max_len,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.request.input_rows import EncoderInput
-from paceline.core.request.token_ids import token_array
+from paceline.core.request.token_ids import packed_ids
 from paceline.core.step import (
     Delta,
     FinishCode,
@@ -137,7 +137,9 @@ class RequestTable:
         tokens = np.zeros((num_rows, max(len(delta.token_ids) for delta in run)), dtype=np.int32)
         for row, delta in zip(tokens, run, strict=True):
             assert delta.blocks is None or self.block_ends is not None, "blocks in a table without"
-            row[: len(delta.token_ids)] = token_array(delta.token_ids)
+            packed = delta.packed_ids
+            ids = packed_ids(delta.token_ids) if packed is None else packed
+            row[: len(delta.token_ids)] = np.frombuffer(ids, np.int32)
         states = [(delta.prefix_len, _RUNNING) for delta in run]
         packed = self._pack(run)
         staged: list[tuple[Tensor, NDArray[Any]]] = [
