@@ -137,8 +137,8 @@ class RequestTable:
         tokens = np.zeros((num_rows, max(len(delta.token_ids) for delta in run)), dtype=np.int32)
         for row, delta in zip(tokens, run, strict=True):
             assert delta.blocks is None or self.block_ends is not None, "blocks in a table without"
-            packed = delta.packed_ids
-            ids = packed_ids(delta.token_ids) if packed is None else packed
+            ids = delta.packed_ids
+            ids = packed_ids(delta.token_ids) if ids is None else ids
             row[: len(delta.token_ids)] = np.frombuffer(ids, np.int32)
         states = [(delta.prefix_len, _RUNNING) for delta in run]
         packed = self._pack(run)
@@ -154,18 +154,19 @@ class RequestTable:
     def _pack(self, run: Sequence[JoinDelta]) -> list[PackedRow]:
         """What each asks of the sampler."""
         packed: list[PackedRow] = []
-        before: JoinDelta | None = None
-        for delta in run:
-            if before is None or not _ask_alike(before, delta):
-                row = self.sampling.pack(
+        for index, delta in enumerate(run):
+            if packed and _ask_alike(run[index - 1], delta):
+                packed.append(packed[-1])
+                continue
+            packed.append(
+                self.sampling.pack(
                     delta.params,
                     prompt_len=delta.prompt_len,
                     max_len=delta.max_len,
                     eos_token_ids=self._eos_token_ids,
                     default_seed=0,
                 )
-            packed.append(row)
-            before = delta
+            )
         return packed
 
     def _stage_encoder_len(
