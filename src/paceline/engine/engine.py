@@ -96,8 +96,8 @@ class Engine:
         them then.  constraint: of the first; the others have forks.  input_rows: stand in for the
         embeddings of prompt tokens, ascending.  encoder: what it brings for layers that read one.
         positions: of the prompt, where the model's rope has several axes; None: every token stands
-        at its index.  share: how it takes turns with others that wait.  blocks: of the prompt, where prompts may have them.
-        end: what comes of it; score_from: as of `Request.make`;
+        at its index.  share: how it takes turns with others that wait.  blocks: of the prompt,
+        where prompts may have them.  end: what comes of it; score_from: as of `Request.make`;
         second_from: the first token of a pair's second text, where the model tells them apart.
         Raises RequestError, of which CapacityError, and changes nothing then.
         """
