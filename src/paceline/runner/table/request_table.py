@@ -33,7 +33,6 @@ from paceline.runner.table.overlay import Overlay
 from paceline.runner.table.runs import join_runs, page_runs
 
 NO_SECOND = 2**31 - 1  # behind every token
-_RUNNING = int(FinishCode.RUNNING)
 
 
 class RequestTable:
@@ -140,7 +139,7 @@ class RequestTable:
             ids = delta.packed_ids
             ids = packed_ids(delta.token_ids) if ids is None else ids
             row[: len(delta.token_ids)] = np.frombuffer(ids, np.int32)
-        states = [(delta.prefix_len, _RUNNING) for delta in run]
+        states = [(delta.prefix_len, FinishCode.RUNNING) for delta in run]
         packed = self._pack(run)
         staged: list[tuple[Tensor, NDArray[Any]]] = [
             (self.token_ids[:, : tokens.shape[1]], tokens),
