@@ -125,6 +125,8 @@ def test_a_text_with_a_token_the_model_lacks_is_refused_and_others_run(llm: LLM)
 WRONG = {
     "a token it lacks": ("<image>", None, "prompt token id 0 must be"),
     "an id it lacks": ([VOCAB], None, "prompt token id 0 must be"),
+    "one below all": ([4, -1], None, "prompt token id 1 must be"),
+    "one beyond all integers of a device": ([2**40], None, "prompt token id 0 must be"),
     "nothing": ([], None, "prompt must be 1 to"),
     "too long": ([4] * CONTEXT, None, "prompt must be 1 to"),
     "a number": (4.5, None, "prompt must be text"),

@@ -53,6 +53,11 @@ class _Entry:
     crowd: Node | None  # whom Crowds counts it with
     reserved: int = field(default=0)  # tokens every group has room for
 
+    @classmethod
+    def of_nothing(cls, keys: PageKeys) -> "_Entry":
+        """In a cache without groups."""
+        return cls(keys, (), (), (), 0, None, 0, 0, None, reserved=_ANY_LENGTH)
+
 
 class _Owed(NamedTuple):
     """Pages that a retired step has filled, and that are not in the prefix tree yet."""
@@ -114,9 +119,9 @@ class CacheManager:
 
     def can_ever_fit(self, kv_len_bound: int) -> Capacity:
         """Whether a request alone could reach `kv_len_bound` tokens in the cache."""
-        needed = tuple(group.pages_to_fit(kv_len_bound) for group in self._groups)
-        total = tuple(group.pool.total for group in self._groups)
-        fits = all(n <= t for n, t in zip(needed, total, strict=True))
+        needed = tuple([group.pages_to_fit(kv_len_bound) for group in self._groups])
+        total = tuple([group.pool.total for group in self._groups])
+        fits = False not in [n <= t for n, t in zip(needed, total, strict=True)]
         return Capacity(fits, needed, total)
 
     def shares(self, num_tokens: int) -> bool:
@@ -162,6 +167,10 @@ class CacheManager:
         `reserve`.
         """
         assert request_id not in self._entries, f"{request_id} is already admitted"
+        if not self._groups:
+            self._entries[request_id] = _Entry.of_nothing(keys)
+            self._queried_tokens += len(tokens)
+            return Admitted(0, ())
         path = self._hit(tokens, keys, max_hit)
         if not all(group.can_admit(path, reserve_to) for group in self._by_length):
             return None
@@ -291,6 +300,8 @@ class CacheManager:
         `tokens` in it, which a host end may have cut, stay in the cache; the rest is free once
         `epoch` has retired."""
         entry = self._leave(request_id)
+        if not self._groups:
+            return
         self._commit(entry, max(kv_len, entry.committed), self._retired)
         num_pages = self._num_shareable(tokens, kv_len)
         if self._enabled and num_pages > entry.hit_pages:

@@ -75,6 +75,8 @@ class JoinDelta:
     encoder: EncoderInput | None = None  # written into its pages before the step; None: no rows
     blocks: Blocks | None = None  # whose tokens see one another; None: every token sees back alone
     second_from: int | None = None  # the first token of a pair's second text; None: there is none
+    # [num_known] int32, token_ids once more where they were packed before; for this process alone
+    packed_ids: bytes | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

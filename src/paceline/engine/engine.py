@@ -75,6 +75,7 @@ class Engine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
+        packed_ids: bytes | None = None,
         prompt: str | None = None,
         salt: Hashable = None,
         constraint: Constraint | None = None,
@@ -91,12 +92,12 @@ class Engine:
 
         The others follow once the first has computed the prompt, where the prefix cache is on;
         otherwise each computes it.  params.seed must be set: it is part of what a preempted
-        request resumes with.  constraint: of the first; the others have forks.  input_rows: stand
-        in for the embeddings of prompt tokens, ascending.  encoder: what it brings for layers that
-        read one.  positions: of the prompt, where the
-        model's rope has several axes; None: every token stands at its index.  share: how it takes
-        turns with others that wait.  blocks: of the prompt, where prompts may have them.
-        end: what comes of it; score_from: as of `Request.make`;
+        request resumes with.  packed_ids: [prompt_len] int32, prompt_ids once more: no turn makes
+        them then.  constraint: of the first; the others have forks.  input_rows: stand in for the
+        embeddings of prompt tokens, ascending.  encoder: what it brings for layers that read one.
+        positions: of the prompt, where the model's rope has several axes; None: every token stands
+        at its index.  share: how it takes turns with others that wait.  blocks: of the prompt,
+        where prompts may have them.  end: what comes of it; score_from: as of `Request.make`;
         second_from: the first token of a pair's second text, where the model tells them apart.
         Raises RequestError, of which CapacityError, and changes nothing then.
         """
@@ -110,6 +111,7 @@ class Engine:
             params,
             context_len=self._context_len,
             keys=PageKeys(salt, media=media_of(input_rows, blocks, prompt_ids), blocks=blocks),
+            packed_ids=packed_ids,
             input_rows=input_rows,
             encoder=encoder,
             constraint=constraint,

@@ -74,8 +74,10 @@ class Request:
     request_id: str
     params: SamplingParams
     token_ids: list[int]  # [num_known] prompt, then received output
+    prompt_ids: tuple[int, ...]  # [prompt_len] for who only reads
     prompt_len: int
     max_len: int  # finished once this many tokens are known, prompt included
+    packed_ids: bytes | None = None  # [prompt_len] int32 of its prompt, where who asks has it
     keys: PageKeys = NO_KEYS  # what its KV depends on beside its tokens
     positions: PromptPositions | None = None  # where rope has several axes; None: the index
     share: Share = ALIKE
@@ -121,6 +123,7 @@ class Request:
         params: SamplingParams,
         *,
         context_len: int,
+        packed_ids: bytes | None = None,
         keys: PageKeys = NO_KEYS,
         input_rows: tuple[InputRows, ...] = (),
         constraint: Constraint | None = None,
@@ -153,6 +156,8 @@ class Request:
             request_id=request_id,
             params=params,
             token_ids=list(prompt_ids),
+            prompt_ids=tuple(prompt_ids),
+            packed_ids=packed_ids,
             prompt_len=num_prompt,
             max_len=min(wanted, context_len),
             keys=keys,
@@ -176,6 +181,8 @@ class Request:
             request_id=f"{self.request_id}#{index}",
             params=params,
             token_ids=list(self.token_ids),
+            prompt_ids=self.prompt_ids,
+            packed_ids=self.packed_ids,
             prompt_len=self.prompt_len,
             max_len=self.max_len,
             keys=self.keys,
@@ -189,10 +196,6 @@ class Request:
             constraint=None if self.constraint is None else self.constraint.fork(),
             end=self.end,
         )
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return tuple(self.token_ids[: self.prompt_len])
 
     @property
     def num_known(self) -> int:

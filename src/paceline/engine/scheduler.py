@@ -106,8 +106,9 @@ class Scheduler:
         if request.end is End.POOL:
             assert self._config.pooling is not None, "admission refuses what nothing would pool"
             request.pooled = PooledRows(self._config.pooling)
-        own = {HostNeed.GRAMMAR} if request.constraint is not None else set()
-        request.host_needs = self._config.host_needs | own
+        request.host_needs = self._config.host_needs
+        if request.constraint is not None:
+            request.host_needs |= {HostNeed.GRAMMAR}
         self._roster.add(request, leader=self._admissions.leader_to_await(request))
 
     def abort(self, request_id: str) -> bool:
@@ -188,7 +189,10 @@ class Scheduler:
             if is_plain and goes_on and not row.is_prefill:
                 updates.append(self._receive_token(request, outputs, index))
                 continue
-            update = self._receive(row, outputs, index, share)
+            if goes_on and request.pooled is not None:
+                update = self._receive_pooled(row, outputs, index)
+            else:
+                update = self._receive(row, outputs, index, share)
             if update is not None:
                 updates.append(update)
             if request.state is not running:
@@ -310,6 +314,26 @@ class Scheduler:
         self._cache.written(request.request_id, known, kv_len, epoch=outputs.epoch)
         return RequestUpdate(request, tokens, (), None)
 
+    def _receive_pooled(
+        self, row: PlannedRow, outputs: StepOutputs, index: int
+    ) -> RequestUpdate | None:
+        """What `_receive` does for one whose end is a vector: it has no tokens, drafts, scores,
+        grammar and input rows."""
+        request, pooled = row.request, row.request.pooled
+        assert pooled is not None, "its end is a vector"
+        assert outputs.pooled is not None, "the step has a row that pools"
+        kv_len = request.kv_known = row.prefix_len + row.extend_len
+        state_len = 0 if outputs.state_lens is None else outputs.state_lens[index]
+        name, epoch = request.request_id, outputs.epoch
+        self._cache.written(name, request.token_ids, kv_len, epoch=epoch, state_len=state_len)
+        pooled.take(outputs.pooled[index], first=row.prefix_len, num_tokens=row.extend_len)
+        if kv_len < request.prompt_len:
+            self._cache.advance_window(name, kv_len, epoch=epoch)
+            return None
+        reason = FinishReason.LENGTH if pooled.is_finite else FinishReason.ERROR
+        self._finish(request, reason)
+        return RequestUpdate(request, (), (), reason)
+
     def _receive(
         self, row: PlannedRow, outputs: StepOutputs, index: int, share: int
     ) -> RequestUpdate | None:
@@ -355,7 +379,7 @@ class Scheduler:
         if outputs.prompt_logprobs:
             prompt_logprobs = outputs.prompt_logprobs.get(index, ())
             request.num_scored += len(prompt_logprobs)
-        if is_running and request.end is not End.GENERATE:
+        if is_running and request.end is End.SCORE:
             reason = self._conclude(row, outputs, index)
         if not tokens and reason is None and not prompt_logprobs:
             return None
@@ -367,20 +391,11 @@ class Scheduler:
         return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs, drafted, drafts)
 
     def _conclude(self, row: PlannedRow, outputs: StepOutputs, index: int) -> FinishReason | None:
-        """Of a row that generates nothing: take what was made of it; why its request ends there, if
-        it does."""
+        """Of a row that is scored: why its request ends there, if it does."""
         request = row.request
         scored = outputs.prompt_logprobs.get(index, ())
         is_finite = all(math.isfinite(each.chosen) for each in scored)
-        if request.pooled is not None:
-            assert outputs.pooled is not None, "the step has a row that pools"
-            request.pooled.take(
-                outputs.pooled[index], first=row.prefix_len, num_tokens=row.extend_len
-            )
-        has_ended = row.kv_len >= request.prompt_len
-        if has_ended and request.pooled is not None:
-            is_finite = is_finite and request.pooled.is_finite
-        reason = FinishReason.LENGTH if has_ended else None
+        reason = FinishReason.LENGTH if row.kv_len >= request.prompt_len else None
         if not is_finite:
             reason = FinishReason.ERROR
         if reason is not None:

@@ -79,9 +79,11 @@ class PlannedRow(NamedTuple):
 
 def join_delta(request: Request) -> Delta:
     """A request that has just been given its row enters it, with what it knows."""
+    is_new = request.num_known == request.prompt_len
     return JoinDelta(
         row=_row_of(request),
-        token_ids=tuple(request.token_ids),
+        token_ids=request.prompt_ids if is_new else tuple(request.token_ids),
+        packed_ids=request.packed_ids if is_new else None,
         prompt_len=request.prompt_len,
         prefix_len=request.kv_known,
         max_len=request.max_len,

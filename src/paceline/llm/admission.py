@@ -7,6 +7,7 @@ is refused before they are read.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from paceline.core.errors import ModelError, RequestError, message
@@ -16,6 +17,7 @@ from paceline.core.modes import End
 from paceline.core.request.blocks import Blocks
 from paceline.core.request.input_rows import EncoderInput, InputRows
 from paceline.core.request.sampling_params import SamplingParams
+from paceline.core.request.token_ids import packed_ids
 from paceline.engine.grammar import Constraint, Grammar
 from paceline.engine.request import ALIKE, Share
 from paceline.llm.embeds import read_embeds, read_encoder_input
@@ -47,6 +49,7 @@ class AdmittedPrompt:
 
     prompt: str | None  # its text; None when it was given as token ids
     token_ids: tuple[int, ...]  # [num_prompt_tokens]
+    packed_ids: bytes | None = None  # [num_prompt_tokens] int32, of these; None: not packed yet
     params: SamplingParams
     constraint: Constraint | None = None  # by a grammar
     input_rows: tuple[InputRows, ...] = ()  # in place of embeddings of these
@@ -164,11 +167,12 @@ class Admission:
                 got="rows",
                 remedy="pass its token ids alone",
             )
-        text, token_ids = self._read(as_prompt(parts.prompt), most)
+        text, token_ids, packed = self._read(as_prompt(parts.prompt), most)
         self._check_length(len(token_ids), most)
         if end is End.GENERATE:
             self._note_cut(len(token_ids), params)
-        self._check_params(params, prompt_len=len(token_ids))
+        if params is not NOTHING:  # of which nothing could be refused
+            self._check_params(params, prompt_len=len(token_ids))
         self._check_blocks(parts.blocks, prompt_len=len(token_ids))
         input_rows = read_embeds(
             parts.embeds,
@@ -179,6 +183,7 @@ class Admission:
         return AdmittedPrompt(
             prompt=text,
             token_ids=token_ids,
+            packed_ids=packed,
             params=params,
             constraint=self._constraint(params, grammar),
             input_rows=input_rows,
@@ -243,8 +248,9 @@ class Admission:
 
     def _read(
         self, prompt: str | Sequence[object] | ChatPrompt, most: int
-    ) -> tuple[str | None, tuple[int, ...]]:
-        """(its text, its token ids, at most so many).  Raises RequestError, ModelError."""
+    ) -> tuple[str | None, tuple[int, ...], bytes]:
+        """(its text, its token ids, at most so many, these packed).  Raises RequestError,
+        ModelError."""
         text: str | None = None
         ids: Sequence[object]
         if isinstance(prompt, ChatPrompt):
@@ -262,15 +268,17 @@ class Admission:
             text, ids = prompt, self.require_tokenizer().encode(prompt)
         else:
             ids = prompt
-        known, plain = range(self.config.vocab_size), plain_ids(ids)
+        vocab_size, plain = self.config.vocab_size, plain_ids(ids)
         # Looked at one by one only to be refused: a turn of the engine waits for a loop over many.
         is_plain = plain is ids or are_ints(plain)
-        if plain and (not is_plain or min(plain) < 0 or max(plain) not in known):  # type: ignore[type-var, operator]
+        packed = _packed(plain, vocab_size) if is_plain else None  # type: ignore[arg-type]
+        if packed is None:
+            known = range(vocab_size)
             place = next(
                 i for i, each in enumerate(plain) if type(each) is not int or each not in known
             )
             raise self._id_error(place, plain[place], is_text=text is not None)
-        return text, tuple(plain)  # type: ignore[arg-type]
+        return text, tuple(plain), packed  # type: ignore[arg-type]
 
     def _id_error(self, place: int, token: object, *, is_text: bool) -> RequestError:
         vocab_size, got = self.config.vocab_size, repr(token)
@@ -332,6 +340,16 @@ class Admission:
             prompt_len=prompt_len,
             stop_ids=params.all_stop_ids(self.config.eos_token_ids),
         )
+
+
+def _packed(ids: Sequence[int], vocab_size: int) -> bytes | None:
+    """As `packed_ids`; None where one is not of the vocabulary."""
+    try:
+        packed = packed_ids(ids)
+    except OverflowError:
+        return None
+    highest = np.frombuffer(packed, np.uint32).max(initial=0)  # ids below 0 are above all
+    return packed if highest < vocab_size else None
 
 
 def require_admitted(outcome: AdmittedPrompt | RequestError) -> AdmittedPrompt:

@@ -102,6 +102,7 @@ class Requests:
             name,
             admitted.token_ids,
             params,
+            packed_ids=admitted.packed_ids,
             prompt=admitted.prompt,
             constraint=admitted.constraint,
             input_rows=admitted.input_rows,

@@ -113,6 +113,7 @@ def _fields(kind: type, named: bool, **others: Any) -> Fields:
     found: Fields = [
         (field.name, hints[field.name], *(_default(field) if named else ()))
         for field in fields(kind)
+        if field.compare  # others say nothing that these do not
     ]
     return sorted(found, key=len)
 

@@ -33,6 +33,7 @@ from paceline.llm.box import black_box
 from paceline.llm.box.black_box import BlackBox
 from paceline.llm.box.record import Made, decode_record, encode_record
 from paceline.llm.box.replay import replay
+from paceline.llm.box.table_rows import TableRow
 
 PROMPTS = random_prompts((20, 9))
 
@@ -132,6 +133,12 @@ JOIN = JoinDelta(
 ROWS = InputRows(start=0, num_tokens=1, media_hash="", rows=torch.zeros(MANY * 10))
 PICTURE = EncoderInput(num_rows=1, media_hash="", data=torch.zeros(MANY * 10))
 PLACES = PromptPositions(axes=((0,) * (MANY // 2),) * 2, delta=0)
+
+
+def test_a_row_enters_again_with_what_it_said_and_nothing_packed_without_it() -> None:
+    row = TableRow(replace(JOIN, packed_ids=bytes([5, 0, 0, 0])), said=[7])
+    again = row.rejoined()
+    assert (again.token_ids, again.packed_ids) == ((5, 7), None)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from grammar_turns import Turns
@@ -80,7 +81,15 @@ def test_steps_of_a_busy_hour_come_back(truth: Truth) -> None:
     assert any(step.prompt_spans for step in seen)
     assert any(step.masks for step in seen)
     for step in seen:
-        assert decode_step(encode_step(step)) == step
+        found = decode_step(encode_step(step))
+        assert found == step
+        assert not any(isinstance(delta, JoinDelta) and delta.packed_ids for delta in found.deltas)
+    joins = [delta for step in seen for delta in step.deltas if isinstance(delta, JoinDelta)]
+    # As they came, and with what they said before they waited again.
+    assert {delta.packed_ids is None for delta in joins} == {False, True}
+    for delta in joins:
+        ids = np.array(delta.token_ids, np.int32).tobytes()
+        assert delta.packed_ids in (None, ids)
 
 
 def test_a_step_with_something_of_everything_comes_back() -> None:

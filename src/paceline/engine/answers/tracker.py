@@ -116,6 +116,12 @@ class Tracker:
             pooled=None if pooled is None else pooled.vector().tobytes(),
         )
 
+    def _acceptance(self) -> Acceptance:
+        """Of all completions; only to be read."""
+        if len(self._completions) == 1:
+            return self.request.acceptance
+        return Acceptance.total(each.request.acceptance for each in self._completions)
+
     def _metrics(self) -> RequestMetrics:
         return RequestMetrics.from_times(
             arrival_s=self._arrival_s,
@@ -125,6 +131,6 @@ class Tracker:
             cached_tokens=self.request.num_cached,
             output_tokens=self.num_tokens,
             preemptions=sum(each.request.num_preemptions for each in self._completions),
-            acceptance=Acceptance.total(each.request.acceptance for each in self._completions),
+            acceptance=self._acceptance(),
             receipt=None if self.receipt is None else self.receipt.receipt(),
         )

@@ -32,7 +32,7 @@ class TableRow:
     def rejoined(self) -> JoinDelta:
         """It enters its row with what it knows."""
         known = (*self.join.token_ids, *self.said)
-        return replace(self.join, token_ids=known, prefix_len=self.kv_len)
+        return replace(self.join, token_ids=known, packed_ids=None, prefix_len=self.kv_len)
 
     def deltas(self) -> Iterator[Delta]:
         """What makes an empty row this one, but for what is in the cache."""

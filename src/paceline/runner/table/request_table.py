@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.request.input_rows import EncoderInput
+from paceline.core.request.token_ids import packed_ids
 from paceline.core.step import (
     Delta,
     FinishCode,
@@ -25,7 +26,7 @@ from paceline.core.step import (
     PromptPositions,
 )
 from paceline.kernels.derive_rope import RopeRows
-from paceline.layers.sampling import LogitsProcessor, SamplingTable
+from paceline.layers.sampling import LogitsProcessor, PackedRow, SamplingTable
 from paceline.runner.staging import Copy, StagingSlot
 from paceline.runner.table.block_ends import BlockEnds
 from paceline.runner.table.overlay import Overlay
@@ -135,26 +136,37 @@ class RequestTable:
         tokens = np.zeros((num_rows, max(len(delta.token_ids) for delta in run)), dtype=np.int32)
         for row, delta in zip(tokens, run, strict=True):
             assert delta.blocks is None or self.block_ends is not None, "blocks in a table without"
-            row[: len(delta.token_ids)] = delta.token_ids
+            ids = delta.packed_ids
+            ids = packed_ids(delta.token_ids) if ids is None else ids
+            row[: len(delta.token_ids)] = np.frombuffer(ids, np.int32)
         states = [(delta.prefix_len, FinishCode.RUNNING) for delta in run]
-        packed = [
-            self.sampling.pack(
-                delta.params,
-                prompt_len=delta.prompt_len,
-                max_len=delta.max_len,
-                eos_token_ids=self._eos_token_ids,
-                default_seed=0,
-            )
-            for delta in run
-        ]
+        packed = self._pack(run)
         staged: list[tuple[Tensor, NDArray[Any]]] = [
             (self.token_ids[:, : tokens.shape[1]], tokens),
             (self._state, np.array(states, dtype=np.int32)),
-            (self.sampling.floats, np.stack([row.floats for row in packed])),
-            (self.sampling.ints, np.stack([row.ints for row in packed])),
+            (self.sampling.floats, _stacked([row.floats for row in packed])),
+            (self.sampling.ints, _stacked([row.ints for row in packed])),
             *self._second_texts(run),
         ]
         return [(_rows(table, first, num_rows), slot.put(values)) for table, values in staged]
+
+    def _pack(self, run: Sequence[JoinDelta]) -> list[PackedRow]:
+        """What each asks of the sampler."""
+        packed: list[PackedRow] = []
+        for index, delta in enumerate(run):
+            if packed and _ask_alike(run[index - 1], delta):
+                packed.append(packed[-1])
+                continue
+            packed.append(
+                self.sampling.pack(
+                    delta.params,
+                    prompt_len=delta.prompt_len,
+                    max_len=delta.max_len,
+                    eos_token_ids=self._eos_token_ids,
+                    default_seed=0,
+                )
+            )
+        return packed
 
     def _stage_encoder_len(
         self, row: int, given: EncoderInput | None, slot: StagingSlot
@@ -207,6 +219,17 @@ class RequestTable:
         if self.rope is not None:
             tensors["table.rope.given"], tensors["table.rope.ahead"] = self.rope
         return tensors
+
+
+def _ask_alike(one: JoinDelta, other: JoinDelta) -> bool:
+    """Whether two rows are the same to a sampler, as far as that is cheap to see."""
+    lengths = one.prompt_len, one.max_len
+    return one.params is other.params and lengths == (other.prompt_len, other.max_len)
+
+
+def _stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """[num_rows, width] of rows [width]; `np.stack` looks at each for longer than it copies it."""
+    return np.concatenate(rows).reshape(len(rows), -1)
 
 
 def _rows(table: Tensor, first: int, count: int) -> Tensor:
