@@ -151,6 +151,20 @@ def test_a_context_that_does_not_fit_is_lowered_only_when_it_was_not_asked():
         require_fit(asked)
 
 
+@pytest.mark.parametrize(
+    ("free_bytes", "why"),
+    [(10**9, "what weights and buffers leave"), (8 * 10**8, "a quarter of free memory")],
+    ids=["a shorter context fits", "not even the shortest"],
+)
+def test_a_cpus_cache_is_what_is_left_where_any_request_fits(free_bytes, why):
+    config = config_of("llama-3.2-1b", num_hidden_layers=2)
+    small = replace(CPU, total_bytes=free_bytes, free_bytes=free_bytes)
+    resolution, fit = resolve({}, demands_of(config, small))
+    assert fit.max_model_len < config.max_position
+    assert bool(fit.short_by_bytes) == (why == "a quarter of free memory")
+    assert resolution.origins["kv_cache_bytes"] == f"chosen: {why}"
+
+
 def test_one_token_more_than_the_longest_request_does_not_fit():
     _, fit = plan(kv_cache_bytes=GIB)
     _, exact = plan(kv_cache_bytes=GIB, max_model_len=fit.longest_len)

@@ -37,10 +37,11 @@ def _rule_of(func: Any) -> Rule | None:
 
 def _is_meta(given: Any) -> bool:
     """Whether an operator's tensors are of the meta device, or it makes one there."""
+    if isinstance(given, Tensor):
+        return given.is_meta
     if isinstance(given, (list, tuple)):
         return any(map(_is_meta, given))
-    device = given.device if isinstance(given, Tensor) else given
-    return isinstance(device, torch.device) and device.type == "meta"
+    return isinstance(given, torch.device) and given.type == "meta"
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -50,11 +51,14 @@ def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """The shapes broadcast, laid out as operands are; the dtype is what single elements on a CPU
     make."""
-    given = [*args, *kwargs.values()]
-    tensors = [each for each in given if isinstance(each, Tensor)]
-    shape = np.broadcast_shapes(*(each.shape for each in tensors))
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    shape = _broadcast(*(each.shape for each in tensors))
     named = {name: _kind(value) for name, value in kwargs.items()}
     return _laid_out(shape, _dtype_made(func, *map(_kind, args), **named), tensors)
+
+
+# A rehearsal asks of the same few shapes for each of its layers.
+_broadcast = lru_cache(maxsize=1024)(np.broadcast_shapes)
 
 
 def _laid_out(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
@@ -67,6 +71,8 @@ def _laid_out(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor
 
 def _lies_in_order(x: Tensor) -> bool:
     """Whether no later dimension has longer steps than one before it."""
+    if x.is_contiguous():
+        return True
     steps = [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1 and step]
     return all(before >= step for before, step in pairwise(steps))
 
@@ -195,7 +201,7 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     given = [each for each in indices if each is not None and each.dtype is not torch.bool]
     if len(given) < len(indices):
         return NotImplemented
-    rows = np.broadcast_shapes(*(each.shape for each in given))
+    rows = _broadcast(*(each.shape for each in given))
     return _meta([*rows, *x.shape[len(given) :]], x.dtype)
 
 
@@ -234,7 +240,7 @@ def _native_layer_norm(x: Tensor, dims: Sequence[int], *_: Any) -> tuple[Tensor,
 def _matmul(a: Tensor, b: Tensor) -> Any:
     if min(a.dim(), b.dim()) < 2:
         return NotImplemented
-    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = _broadcast(a.shape[:-2], b.shape[:-2])
     return _meta([*batch, a.shape[-2], b.shape[-1]], a.dtype)
 
 

@@ -88,9 +88,14 @@ def shortage(asked: Mapping[str, object], demands: Demands) -> tuple[Balance, in
     `resolve` does."""
     config, _, resolution = _decide(asked, demands)
     options = resolution.options
-    length = options.max_model_len or min(config.max_position, SHORTEST_LEN)
+    length = _shortest(options, config)
     balance = balance_of(replace(options, max_model_len=length), demands)
     return balance, balance.short_by(length)
+
+
+def _shortest(options: EngineOptions, config: ModelConfig) -> int:
+    """Tokens of the request that must fit."""
+    return options.max_model_len or min(config.max_position, SHORTEST_LEN)
 
 
 def _decide(asked: Mapping[str, object], demands: Demands) -> tuple[ModelConfig, str, Resolution]:
@@ -359,14 +364,16 @@ def _choose_cpu_cache(
 ) -> Resolution:
     options, device = resolution.options, demands.device
     longest = options.max_model_len or config.max_position
-    full = balance_of(options, demands).least(longest, known(options.max_num_seqs))
+    balance = balance_of(options, demands)
+    full = balance.least(longest, known(options.max_num_seqs))
     limits = {
         full: "every running request at full length",
         CPU_KV_LIMIT: "the most taken unasked on a CPU",
         device.free_bytes // 4: "a quarter of free memory",
     }
-    fit = plan_memory(config, options, demands)
-    if not fit.short_by_bytes:
+    # Where not even the shortest fits nothing is left, and no longer one need be looked for.
+    if not balance.short_by(longest) or not balance.short_by(_shortest(options, config)):
+        fit = plan_memory(config, options, demands)
         limits.setdefault(fit.kv_bytes, "what weights and buffers leave")
     size = min(limits)
     return resolution.choose("kv_cache_bytes", size, limits[size])

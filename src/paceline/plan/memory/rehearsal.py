@@ -74,10 +74,8 @@ class Allocations(StandIn):
                 continue
             if not _may_return_given(func) or not _is_among(storage, args, kwargs or {}):
                 self._note(storage)
-        if self.device_type == "cuda":
-            hidden = (*scratch_sizes(func, args), *_library_sizes(func, args))
-            if hidden:
-                self._note_hidden(hidden)
+        if self.device_type == "cuda" and (hidden := _hidden_sizes(func, args)):
+            self._note_hidden(hidden)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -121,9 +119,10 @@ def _is_among(
     return any(tensor.untyped_storage()._cdata == storage._cdata for tensor in given)
 
 
-def _library_sizes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    per_entry = _library_scratch(func)
-    return () if per_entry is None else (per_entry * int(args[0].numel()),)
+def _hidden_sizes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Bytes of each tensor that an operator holds on a GPU while it runs."""
+    own, per_entry = scratch_sizes(func, args), _library_scratch(func)
+    return own if per_entry is None else (*own, per_entry * int(args[0].numel()))
 
 
 @cache
