@@ -3,7 +3,7 @@
 from collections import deque
 
 import pytest
-from scheduler_world import FakeDevice, group_specs, output_ids, run_alone
+from scheduler_world import FakeDevice, group_specs, output_ids, run_alone, state_spec
 
 from cache_probe import cached_len
 from paceline.cache.manager import CacheManager
@@ -36,6 +36,7 @@ class Loop:
         self,
         *,
         windows: tuple[int | None, ...] = (None,),
+        state_every: int | None = None,
         num_pages: int = 65,
         caching: bool = True,
         **config,
@@ -49,6 +50,8 @@ class Loop:
             "admission_margin": 0,
         } | config
         specs = group_specs(windows, PAGE_SIZE)
+        if state_every is not None:
+            specs.append(state_spec(PAGE_SIZE, state_every))
         made = SchedulerConfig(**limits)
         self.cache = CacheManager(
             specs,
@@ -355,9 +358,19 @@ def test_the_only_running_request_is_never_preempted():
 
 def test_a_long_request_runs_in_a_small_windowed_pool():
     loop = Loop(windows=(6,), num_pages=7, caching=False)
-    loop.add("a", 50, max_tokens=14)
+    loop.add("a", 32, max_tokens=32)
     loop.run()
     assert output_ids(loop.requests["a"]) == tuple(loop.expected("a"))
+
+
+@pytest.mark.parametrize(("state_every", "found"), [(None, 36), (8, 32)])
+def test_what_a_request_decoded_is_found_while_it_goes_on(state_every: int | None, found: int):
+    loop = Loop(state_every=state_every)
+    request = loop.add("a", 5, max_tokens=50)
+    while request.num_known < 40:
+        loop.turn()
+    assert request.state is RequestState.RUNNING
+    assert cached_len(loop.cache, request.token_ids) == found
 
 
 def test_a_host_end_cuts_the_output_and_ignores_later_tokens():
@@ -411,17 +424,18 @@ def test_logprobs_reach_only_the_request_that_asked():
     loop = Loop()
     loop.add("a", 5, logprobs=0)
     loop.add("b", 5)
-    step = loop.launch()
     row = RowLogprobs(chosen=-1.5, top_ids=(), top_values=())
-    outputs = StepOutputs(
-        epoch=step.epoch,
-        token_ids=((3,), (4,)),
-        finish=(FinishCode.RUNNING, FinishCode.RUNNING),
-        logprobs=((row,), (row,)),
-    )
-    updates = loop.scheduler.process(step, outputs)
-    assert [u.logprobs for u in updates] == [(row,), ()]
-    assert [u.new_token_ids for u in updates] == [(3,), (4,)]
+    for _ in range(2):  # of their prompts, and of a token each
+        step = loop.launch()
+        outputs = StepOutputs(
+            epoch=step.epoch,
+            token_ids=((3,), (4,)),
+            finish=(FinishCode.RUNNING, FinishCode.RUNNING),
+            logprobs=((row,), (row,)),
+        )
+        updates = loop.scheduler.process(step, outputs)
+        assert [u.logprobs for u in updates] == [(row,), ()]
+        assert [u.new_token_ids for u in updates] == [(3,), (4,)]
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
@@ -502,24 +516,29 @@ class Anything:
 
     is_done = False
 
+    def __init__(self, heard=None):
+        self.heard = [] if heard is None else heard
+
     def fork(self):
-        return Anything()
+        return Anything(self.heard)
 
     def fill(self, words):
         words[:] = -1
 
     def accept(self, token):
-        pass
+        self.heard.append(token)
 
 
-def anything() -> Constraint:
-    return Constraint(Anything(), vocab_size=64, stop_ids=(), min_tokens=0)
+def anything(heard: list[int] | None = None) -> Constraint:
+    """heard: gets the tokens that were said, but for the last."""
+    return Constraint(Anything(heard), vocab_size=64, stop_ids=(), min_tokens=0)
 
 
 def test_who_has_a_grammar_waits_for_its_last_token_and_others_go_on():
     loop = Loop()
     loop.add("a", 5, max_tokens=12)
-    bound = loop.add("b", 5, max_tokens=6, constraint=anything())
+    heard = []
+    bound = loop.add("b", 5, max_tokens=6, constraint=anything(heard))
     steps = loop.run()
     assert [step.layout.rows for step in steps[:6]] == [(1, 2), (1,), (1, 2), (1,), (1, 2), (1,)]
     masks = [step.masks and [mask.row for mask in step.masks] for step in steps]
@@ -527,6 +546,7 @@ def test_who_has_a_grammar_waits_for_its_last_token_and_others_go_on():
     assert [output_ids(r) for r in loop.requests.values()] == [
         tuple(loop.expected(name)) for name in "ab"
     ]
+    assert heard == loop.expected("b")[:-1]
     assert bound.acceptance.fallbacks == {HostNeed.GRAMMAR.value}
     assert loop.requests["a"].acceptance.fallbacks == set()
 

@@ -93,6 +93,18 @@ def test_who_waits_for_a_leader_that_ends_waits_no_longer(turns: int) -> None:
     assert list(output_ids(sibling)) == loop.expected(sibling.request_id)
 
 
+@pytest.mark.parametrize("num_prompt", [16, 17])  # whose last chunk is one token
+def test_who_waits_for_a_leader_joins_behind_its_first_token(num_prompt: int) -> None:
+    loop = Loop()
+    leader = loop.add("a", num_prompt, max_tokens=30, seed=-1)
+    sibling = leader.sibling(1)
+    loop.scheduler.add(sibling)
+    loop.requests[sibling.request_id] = sibling
+    while leader.num_known < num_prompt + 3:
+        loop.turn()
+    assert loop.scheduler.num_waiting == 0
+
+
 def test_a_preempted_request_comes_before_those_that_arrived_after_it() -> None:
     loop = Loop(num_pages=9, max_running=2)
     loop.add("a", 8, max_tokens=24)

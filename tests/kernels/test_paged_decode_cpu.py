@@ -122,6 +122,7 @@ def test_a_windowed_request_lists_its_last_keys_alone() -> None:
         ([5, 6], 6, 3, [3, 23]),
         ([5, 6], 8, 4, [4, 24]),
         ([5, 6], 8, 1, [1, 27]),
+        ([5, 2], 8, 4, [4, 8]),
         ([5, 6], 8, Chunk(3), [2, 26]),
         ([5, 6], 7, Chunk(3), [1, 26]),
         ([5, 7], 6, None, [6, 0]),  # not neighbours
@@ -133,13 +134,14 @@ def test_a_single_request_in_one_run_of_pages_is_read_in_place(
 ) -> None:
     lists = {
         "extents": torch.full((1, 2), -1),
-        "slots": torch.zeros(8, dtype=torch.int32),
+        "slots": torch.full((8,), -1, dtype=torch.int32),
         "bias": torch.zeros(8),
     }
     page_table = torch.tensor([[*pages, 0]], dtype=torch.int32)
     kv_lens = torch.tensor([kv_len], dtype=torch.int32)
     decode_slots_cpu(page_table, kv_lens, page_size=4, window=window, **lists)
     assert lists["extents"].tolist() == [extent]
+    assert lists["slots"].eq(-1).all() == (extent[1] > 0)
 
 
 @pytest.mark.skipif(not computes_alone(), reason="one thread with OpenBLAS and AVX-512")

@@ -11,15 +11,18 @@ from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprob
 
 from covers import Cell, cell_name, pairwise
 from paceline.cache.pool import KVPool
+from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import GraphGuardError, IntegrityError
 from paceline.core.events import Event, EventLog
 from paceline.core.modes import POOLS, MaskKind
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import FinishCode, RowLogprobs
+from paceline.runner.build import largest_round
 from paceline.runner.extents import PaddedSize
 from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.recording.graphs import CapturePolicy, Graph, GraphKey, GraphStore
 from paceline.runner.recording.guard import Guard
+from paceline.runner.runner_config import RunnerConfig
 from paceline.runner.streams import DeferredStream
 
 LENGTHS = (5, 11, 3, 8, 17, 4, 9, 6)
@@ -132,6 +135,21 @@ def test_rounds_larger_than_are_served_get_no_graph() -> None:
     assert not store.wants(four)
     assert store.owed() is None
     assert not events.counts()
+
+
+@pytest.mark.parametrize(("max_drafting", "most"), [(None, None), (3, 4), (64, None)])
+def test_the_largest_round_is_one_of_padded_requests(
+    max_drafting: int | None, most: int | None
+) -> None:
+    limits = RunnerConfig(
+        **dict.fromkeys(("max_batched_tokens", "context_len", "max_join_tokens"), 64),
+        **dict.fromkeys(("max_running", "graph_max_reqs"), 8),
+        num_pages=(9,),
+        sizes=GraphSizes((1, 2, 4, 8), ()),
+        draft=DraftShape(num_steps=2, topk=1, num_draft_tokens=3),
+        max_drafting=max_drafting,
+    )
+    assert largest_round(limits, "cpu") == most
 
 
 def test_the_largest_graph_sizes_the_reserve() -> None:

@@ -24,6 +24,7 @@ CHAIN = DraftShape(num_steps=2, topk=1, num_draft_tokens=MAX_PATH)
 
 
 ONE_EACH = [[1, 0, 70], [0, 3, 0], [1, 2, 72], [1, 1, 73]]
+UNLIKE = [[1, 0, 10, 0, 0], [3, 0, 20, 21, 22], [2, 0, 30, 31, 0], [1, 0, 40, 0, 0]]
 PATHS = [[3, 0, 10, 11, 12], [0, 3, 0, 0, 0], [1, 1, 30, 0, 0], [2, 2, 40, 41, 0]]
 
 
@@ -97,6 +98,10 @@ def test_a_round_brings_as_many_tokens_as_each_row_emitted() -> None:
         FinishCode.STOP_TOKEN,
         FinishCode.LENGTH,
     )
+    source = buffers(UNLIKE, MAX_PATH)
+    outputs = received(4, is_round=True, logprobs=False, source=source)
+    assert outputs.token_ids == ((10,), (20, 21, 22), (30, 31), (40,))
+    assert outputs.finish == (FinishCode.RUNNING,) * 4
 
 
 @pytest.mark.parametrize(
