@@ -118,6 +118,8 @@ _PASS_TESTS = (
 _BUFFER_TESTS = (
     *(*_PADDING_TESTS, *_DERIVE_TESTS, "runner/test_commit.py"),
     *("runner/test_steady_decode.py", "runner/test_step_buffers.py", *_PASS_TESTS),
+    *("runner/table/test_block_ends.py", "runner/table/test_overlay.py"),
+    *("runner/test_given_drafts.py", "runner/test_ragged_graphs.py", "llm/ends/test_pairs.py"),
 )
 _KEY_TESTS = (
     *_GUARD_TESTS,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paceline.attention.held import tensors_in
+from paceline.core.modes import MaskKind
 from paceline.core.step import StepLayout, TokenMask
 from paceline.kernels.mask_tokens import NO_MASK
 from paceline.runner.buffers import StepBuffers
@@ -57,6 +58,19 @@ def test_the_first_padded_row_of_a_ragged_step_takes_the_tokens_that_are_left() 
     ragged = StepLayout(rows=(2, 4), extend_lens=(5, 3), emits=(True, False))
     fill(buffers, ragged, PaddedSize.ragged(4, 12))
     assert buffers.facts[:4].tolist() == [[2, 5, 1], [4, 3, 0], [0, 4, 0], [0, 0, 0]]
+
+
+def test_rows_of_padding_alone_have_the_length_that_is_dealt_and_the_last_what_is_left() -> None:
+    buffers = make_buffers()
+    buffers.facts.fill_(7)
+    buffers.pad(PaddedSize.ragged(5, 14, pad_len=4))
+    assert buffers.facts[:6].tolist() == [[0, n, 0] for n in (4, 4, 4, 2, 0)] + [[7, 7, 7]]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_view_says_whether_prefixes_are_read_once(shares: bool) -> None:
+    size = PaddedSize.uniform(2, 1)
+    assert make_buffers().view(size, MaskKind.CAUSAL, shares_prefix=shares).shares_prefix == shares
 
 
 def test_every_tensor_declares_what_its_entries_are_for() -> None:
