@@ -105,8 +105,8 @@ class SamplingParams:
         named: dict[str, Any] = {}
         for key, value in values.items():
             name = _ALIASES.get(key, key)
-            if not isinstance(key, str) or name not in _FIELDS:
-                raise _unknown_field(key, _FIELDS)
+            if not isinstance(key, str) or name not in _CHECKS:
+                raise _unknown_field(key)
             if name in named:
                 # Of two names one is the alias, whichever came first.
                 other = next(alias for alias, field in _ALIASES.items() if field == name)
@@ -289,9 +289,9 @@ def _token_key(key: object) -> object:
     return int(key) if is_plain else key
 
 
-def _unknown_field(key: object, known: set[str]) -> RequestError:
-    remedy = did_you_mean(str(key), known | set(_ALIASES), otherwise="remove it")
-    expected = f"one of {', '.join(sorted(known))}"
+def _unknown_field(key: object) -> RequestError:
+    remedy = did_you_mean(str(key), {*_CHECKS, *_ALIASES}, otherwise="remove it")
+    expected = f"one of {', '.join(sorted(_CHECKS))}"
     return _error("sampling field", expected, f"{key!r}", remedy)
 
 
@@ -321,7 +321,6 @@ _CHECKED: dict[str, Callable[[str, Any], object]] = {
     "extra_args": lambda _, value: extra_args(value),
     "structured_outputs": lambda _, value: structured_outputs(value),
 }
-_FIELDS = {field.name for field in fields(SamplingParams)}
 # Of each field its default, which needs no look, and what checks and keeps another value.
 _CHECKS = {field.name: (field.default, _CHECKED[field.name]) for field in fields(SamplingParams)}
 
