@@ -306,9 +306,9 @@ def test_auto_takes_the_fastest_that_was_measured(
     heads: int, phase: Phase, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = replace(H200, heads=(replace(LATENTS, num_heads=heads),))
-    monkeypatch.setattr("paceline.attention.registry._is_installed", lambda package: True)
+    monkeypatch.setattr("paceline.attention.registry.installed_version", lambda package: "1")
     assert choose(wanted, phase=phase, gpu="NVIDIA H200").name == name
-    monkeypatch.setattr("paceline.attention.registry._is_installed", lambda package: False)
+    monkeypatch.setattr("paceline.attention.registry.installed_version", lambda package: None)
     assert choose(wanted, phase=phase, gpu="NVIDIA H200").name == "triton"
 
 

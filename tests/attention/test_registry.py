@@ -293,7 +293,9 @@ def test_auto_takes_the_measured_fastest_of_what_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for missing in ("flash-attn-4", "nvidia-cutlass-dsl"):  # the package, and one that it imports
-        monkeypatch.setattr(registry, "_is_installed", lambda each, gone=missing: each != gone)
+        monkeypatch.setattr(
+            registry, "installed_version", lambda each, gone=missing: None if each == gone else "1"
+        )
         absent = choose(ON_H200, phase="decode", gpu="NVIDIA H200", table=FA4_IS_FASTER)
         assert absent.name == "triton"
         assert absent.rejected["fa4"] == [f"{missing} must be installed, got no such package"]

@@ -1,6 +1,5 @@
 """The registry of attention backends, and the one place where `auto` may choose."""
 
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,7 @@ from paceline.attention.preference import prefer_for_all
 from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.near import did_you_mean
-from paceline.core.plugins import load_class, missing_of
+from paceline.core.plugins import installed_version, load_class, missing_of
 
 # Short name -> "module:Class", imported when asked for.
 BACKENDS: dict[str, str] = {
@@ -208,16 +207,8 @@ def _auto_reasons(
 def absent_packages(name: str) -> list[str]:
     """Why auto passes `name` over for want of packages, the first of them; empty where it has them,
     or needs none."""
-    absent = [each for each in AUTO_PACKAGES.get(name, ()) if not _is_installed(each)]
+    absent = [each for each in AUTO_PACKAGES.get(name, ()) if installed_version(each) is None]
     return [f"{package} must be installed, got no such package" for package in absent[:1]]
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _layer_shapes(config: AttentionConfig) -> tuple[LayerShape, ...]:

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from types import ModuleType
 from typing import TypeVar
@@ -20,6 +21,15 @@ def can_find(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False  # the package in front of the dot
+
+
+@cache
+def installed_version(package: str) -> str | None:
+    """None where it is absent.  Asked once: a process keeps what it has imported."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def import_modules(what: str, *names: str, remedy: str) -> list[ModuleType]:

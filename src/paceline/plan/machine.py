@@ -9,12 +9,11 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts, published_row
+from paceline.core.plugins import installed_version
 
 LIBRARIES = (
     "paceline",
@@ -36,16 +35,7 @@ def versions() -> dict[str, str | None]:
 
 def installed(packages: Sequence[str]) -> dict[str, str | None]:
     """Version of each package; None where it is absent."""
-    return {name: _version(name) for name in packages}
-
-
-@cache
-def _version(package: str) -> str | None:
-    """Asked once: a process keeps what it has imported."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {name: installed_version(name) for name in packages}
 
 
 def local_device(device_type: str | None = None) -> DeviceFacts:

@@ -301,7 +301,8 @@ def row_of(backend: str, us: float) -> Measurement:
     ],
 )
 def test_auto_takes_the_measured_fastest(monkeypatch, us, installed, name, why) -> None:
-    monkeypatch.setattr("paceline.attention.registry._is_installed", lambda package: installed)
+    version = "1" if installed else None
+    monkeypatch.setattr("paceline.attention.registry.installed_version", lambda package: version)
     table = (row_of("own", 100.0), row_of("fa4", us))
     found = choose_ragged(H200, None, attention="auto", gpu="NVIDIA H200", table=table)
     assert found.name == name

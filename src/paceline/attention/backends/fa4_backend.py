@@ -4,7 +4,6 @@ Read in its 4.0.0b15: flash_attn.cute.interface, flash_fwd_sm90, paged_kv.  Kern
 the first call of a variant (seconds), which is an eager one: graphs are captured after it.
 """
 
-import importlib.metadata
 import os
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -21,7 +20,7 @@ from paceline.attention.contract import (
 )
 from paceline.attention.flash_attention import FlashAttentionBackend, VisibleKeys
 from paceline.core.modes import MaskKind
-from paceline.core.plugins import import_modules
+from paceline.core.plugins import import_modules, installed_version
 
 PACKAGE = "flash-attn-4"
 MODULE = "flash_attn.cute.interface"
@@ -131,10 +130,7 @@ class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
 
 def absence() -> list[str]:
     """On a machine with a GPU, why the package's metadata is not here; nothing is imported."""
-    if not torch.cuda.is_available():
-        return []  # planning for another machine: what is installed here says nothing
-    try:
-        importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return [f"{PACKAGE} must be installed, got no such package"]
-    return []
+    # Planning for another machine, what is installed here says nothing.
+    if not torch.cuda.is_available() or installed_version(PACKAGE) is not None:
+        return []
+    return [f"{PACKAGE} must be installed, got no such package"]

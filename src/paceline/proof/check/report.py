@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
-from paceline.plan.machine import versions
+from paceline.plan.machine import installed, versions
 from paceline.proof.check.cell import CellResult, Status
 from paceline.proof.suite.states import STATE_METHODS
 
@@ -41,7 +40,7 @@ def document(
             "type": device.device_type,
             "cuda_arch": None if device.cuda_arch is None else list(device.cuda_arch),
         },
-        "versions": versions() | vendor_versions(),
+        "versions": versions() | installed(VENDORS),
         "date": when.isoformat(timespec="seconds"),
         "counts": counts(cells),
         "cells": [_row(cell) for cell in cells],
@@ -68,17 +67,6 @@ def counts(results: Iterable[CellResult]) -> dict[str, int]:
     """How many cells have each status; every status is there."""
     found = Counter(result.status for result in results)
     return {status.value: found[status] for status in Status}
-
-
-def vendor_versions() -> dict[str, str | None]:
-    """Version of each vendor library's package; None where it is absent."""
-    found: dict[str, str | None] = {}
-    for name in VENDORS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def table(results: Sequence[CellResult]) -> str:
