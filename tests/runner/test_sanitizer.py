@@ -19,9 +19,11 @@ from torch import Tensor
 from paceline.attention.contract import LayerCache
 from paceline.core.errors import SanitizerError
 from paceline.core.request.sampling_params import SamplingParams
+from paceline.kernels.reordered_weight import reordered_linear
 from paceline.runner import build
 from paceline.runner.recording.recorded import RecordedGraph
 from paceline.runner.sanitizer.dead_slots import SlotUse, chosen_pages, slot_uses
+from paceline.runner.sanitizer.journal import listen, span_of
 from paceline.runner.sanitizer.live_rows import LiveRow
 from paceline.runner.sanitizer.poison import (
     LARGE,
@@ -229,6 +231,18 @@ def test_a_step_that_touches_dead_bytes_is_reported_by_buffer_backend_and_line(
     assert wanted.names.format(padded=padded) in report
     assert line_of(wanted.code) in report
     assert bool(replays) == (graph_max_reqs is not None)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+def test_a_weight_in_the_order_of_a_library_has_no_bytes_to_name() -> None:
+    x = torch.randn(2, 64)
+    ordered = torch.ops.mkldnn._reorder_linear_weight(torch.randn(64, 64), x.shape[0])
+
+    def step() -> None:
+        reordered_linear(x, ordered, None)
+
+    (entry,) = listen(step, WrappedBackend)
+    assert entry.reads == (span_of(x),)
 
 
 def test_a_deferred_stream_reports_at_the_wait(tiny: TinyModel) -> None:
