@@ -46,7 +46,7 @@ _FAR = 20.0  # as above: all others together are little beside it
 _DOUBT = 2e-5  # of a sum of masses in float32: above the rounding of exponentials and of the sum
 SLACK = 0.01  # of scores: far above what rounding does to noise and quotients
 _RELATIVE_SLACK = 1e-6  # of logits: above the rounding of a float32 difference
-_HIGHEST = np.finfo(np.float32).max
+_HIGHEST = float(np.finfo(np.float32).max)
 _LOWEST_LOGIT = float(np.finfo(np.float32).min)
 _PROBES = 509  # every so many tokens, to guess how many are left
 
@@ -89,7 +89,9 @@ def draw_row(logits: NDArray[np.float32], best: int, law: RowLaw) -> int:
 
 def _weights(scaled: NDArray[np.float32]) -> NDArray[np.int64]:
     """The masses of tokens as `keep_mask` sums them: [tokens]."""
-    return torch.from_numpy(scaled).exp().mul_(WEIGHT_SCALE).to(torch.int64).numpy()
+    weights: NDArray[np.float32] = torch.from_numpy(scaled).exp().numpy()
+    weights *= np.float32(WEIGHT_SCALE)
+    return weights.astype(np.int64)
 
 
 def _mass_cut(scaled: NDArray[np.float32], weights: NDArray[np.int64], wanted: float) -> Cut:
@@ -128,9 +130,8 @@ class Row:
         """Arguments as of `draw_row`."""
         self._logits = logits
         self._law = law
-        with np.errstate(over="ignore"):
-            inverse = np.float32(1.0) / np.float32(law.temperature)
-        self._inverse = min(inverse, _HIGHEST)
+        # A quotient of float32 numbers is rounded alike by way of float64.
+        self._inverse = np.float32(min(1.0 / law.temperature, _HIGHEST))
         self._temperature = 1.0 / float(self._inverse)
         self._highest = logits[best]
         self._stream = splitmix64(splitmix64(law.seed, 0), law.position)
