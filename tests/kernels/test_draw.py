@@ -104,16 +104,18 @@ def test_a_rows_sample_is_that_of_the_definition(kind: str, temperature: float) 
         assert draw_row(logits[0].numpy(), int(logits.argmax()), law) == int(wanted), law
 
 
-def test_a_cut_that_a_rounded_sum_leaves_in_doubt_is_that_of_exact_masses() -> None:
-    """top-p is the share of the first of two likely tokens, rounded up or down."""
+@pytest.mark.parametrize("others", [-40.0, -20.5], ids=["nothing", "little"])
+def test_a_cut_that_a_rounded_sum_leaves_in_doubt_is_that_of_exact_masses(others: float) -> None:
+    """top-p is the share of the first of two likely tokens, rounded up or down.  others: the logits
+    of all others, which together weigh so much."""
     kept = []
     for number in range(24):
-        logits = torch.full((1, VOCAB), -40.0)
-        logits[0, :2] = torch.tensor([0.0, -0.1 - 0.05 * number])
-        law = exact(RowLaw(1.0, ALL, float(logits[0, :2].softmax(0)[0]), 0.0, 1, 1))
+        logits = torch.full((1, VOCAB), others)
+        logits[0, 1:3] = torch.tensor([0.0, -0.1 - 0.05 * number])
+        law = exact(RowLaw(1.0, ALL, float(logits[0].double().softmax(0)[1]), 0.0, 1, 1))
         columns = law_columns(law)
         keep = keep_mask(logits, top_k=columns.top_k, top_p=columns.top_p, min_p=columns.min_p)
-        found = Row(logits[0].numpy(), 0, law).kept()
+        found = Row(logits[0].numpy(), 1, law).kept()
         assert found is not None
         assert found.tolist() == keep[0].nonzero()[:, 0].tolist()
         kept.append(len(found))

@@ -175,8 +175,7 @@ class Scheduler:
             num_forms = sum(row.request.constraint is not None for row in rows)
             share = self._config.mask_share(num_forms)  # in the step after, of as many
         is_plain = not (
-            step.is_ragged
-            or step.is_round
+            step.is_round
             or step.logprobs
             or self._roster.num_needy
             or self._cache.has_states

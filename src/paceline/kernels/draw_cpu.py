@@ -1,7 +1,8 @@
 """One row's sample on a CPU, without a sort and with little noise; see kernels/draw.py.
 
 The cut of top-p lies among likely tokens as a rule.  Then the masses of these are exact, and the
-sum of all is a float32: where the cut would be another within its error, and where many tokens are
+sum of all lies between bounds: what the others weigh at most, where few are likely, and else a
+float32 and its error.  Where the cut would be another between them, and where many tokens are
 likely, all masses are exact.  Of many tokens a cut is found by radix: masses by the highest digit
 of the key, then among the tokens of the one digit in which the cut lies, and so on.  Keys are the
 bits of -scaled, 0 or above.
@@ -18,6 +19,7 @@ to pass the floor, as some 40 have.  Of 160 scores one is the best.
 """
 
 import math
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -40,10 +42,11 @@ _DIGITS = ((20, 1 << 11), (9, 1 << 11), (0, 1 << 9))  # of a key: shift, values
 _HIGHEST_NOISE = 41 * math.log(2)
 _NEAR = 3.0  # below the most likely token, in units of scores, are likely ones
 _MOST = 8.0  # as above, where most of the mass lies
+_FAR = 20.0  # as above: all others together are little beside it
 _DOUBT = 2e-5  # of a sum of masses in float32: above the rounding of exponentials and of the sum
 SLACK = 0.01  # of scores: far above what rounding does to noise and quotients
 _RELATIVE_SLACK = 1e-6  # of logits: above the rounding of a float32 difference
-_HIGHEST = np.finfo(np.float32).max
+_HIGHEST = float(np.finfo(np.float32).max)
 _LOWEST_LOGIT = float(np.finfo(np.float32).min)
 _PROBES = 509  # every so many tokens, to guess how many are left
 
@@ -86,7 +89,9 @@ def draw_row(logits: NDArray[np.float32], best: int, law: RowLaw) -> int:
 
 def _weights(scaled: NDArray[np.float32]) -> NDArray[np.int64]:
     """The masses of tokens as `keep_mask` sums them: [tokens]."""
-    return torch.from_numpy(scaled).exp().mul_(WEIGHT_SCALE).to(torch.int64).numpy()
+    weights: NDArray[np.float32] = torch.from_numpy(scaled).exp().numpy()
+    weights *= np.float32(WEIGHT_SCALE)
+    return weights.astype(np.int64)
 
 
 def _mass_cut(scaled: NDArray[np.float32], weights: NDArray[np.int64], wanted: float) -> Cut:
@@ -125,9 +130,8 @@ class Row:
         """Arguments as of `draw_row`."""
         self._logits = logits
         self._law = law
-        with np.errstate(over="ignore"):
-            inverse = np.float32(1.0) / np.float32(law.temperature)
-        self._inverse = min(inverse, _HIGHEST)
+        # A quotient of float32 numbers is rounded alike by way of float64.
+        self._inverse = np.float32(min(1.0 / law.temperature, _HIGHEST))
         self._temperature = 1.0 / float(self._inverse)
         self._highest = logits[best]
         self._stream = splitmix64(splitmix64(law.seed, 0), law.position)
@@ -184,7 +188,9 @@ class Row:
         which are all that it keeps, ascending.
         """
         if ids is None:
-            likely = self._at_least(-_MOST)
+            probes = self._logits[::_PROBES] >= self._logit_of(-_FAR)
+            has_few = np.count_nonzero(probes) * 64 <= len(probes)
+            likely = self._at_least(-_FAR if has_few else -_MOST)
             cut = self._cut_of_likely(likely, top_p)
             if cut is not None:
                 return cut, likely
@@ -197,16 +203,27 @@ class Row:
         """The cut of all tokens, by the masses of `likely` ones; None: it is not certain."""
         if len(likely) * 4 > len(self._logits):
             return None
-        every = self.scaled()
-        total = float(torch.from_numpy(np.exp(every, out=every)).sum()) * WEIGHT_SCALE
-        least = (total * (1 - _DOUBT) - len(every)) * top_p  # each mass is rounded down
-        most = total * (1 + _DOUBT) * top_p
         scaled = self.scaled(likely)
         weights = _weights(scaled)
-        if weights.sum() < most:
-            return None
-        cut = _mass_cut(scaled, weights, most)
-        return cut.scaled if cut.before < least else None
+        mass = float(weights.sum())
+        others = (len(self._logits) - len(likely)) * math.exp(float(scaled.min()))
+        for least, most in self._totals(mass, others):
+            if mass < most * top_p:
+                continue
+            cut = _mass_cut(scaled, weights, most * top_p)
+            if cut.before < least * top_p:
+                return cut.scaled
+        return None
+
+    def _totals(self, mass: float, others: float) -> Iterator[tuple[float, float]]:
+        """Between what the mass of all tokens lies; the second time close together.
+
+        mass: of likely tokens; others: the exponentials of all others together, or more.
+        """
+        yield mass, mass + others * (1 + _DOUBT) * WEIGHT_SCALE
+        every = self.scaled()
+        total = float(torch.from_numpy(np.exp(every, out=every)).sum()) * WEIGHT_SCALE
+        yield total * (1 - _DOUBT) - len(every), total * (1 + _DOUBT)  # each is rounded down
 
     def winner(self, ids: Ids | None) -> int:
         """The best of `ids`, ascending, the most likely token among them; None: of all."""
@@ -232,8 +249,9 @@ class Row:
 
     def _best(self, ids: Ids) -> int:
         """The lowest of `ids` with the best score."""
-        near = self._near_scores(ids)
-        ids = ids[near >= near.max() - SLACK]
+        if len(ids) > 1:
+            near = self._near_scores(ids)
+            ids = ids[near >= near.max() - SLACK]
         if len(ids) == 1:
             return int(ids[0])
         ids = np.unique(ids)

@@ -110,7 +110,8 @@ class ModelRunner:
     def launch(self, step: Step) -> LaunchedStep:
         """Queue one step; returns at once on an asynchronous device."""
         slot = self._staging.slot(step.epoch)
-        copies = self._parts.table.stage(step.deltas, slot)
+        # A steady decode has none.
+        copies = self._parts.table.stage(step.deltas, slot) if step.deltas else []
         key, graph, kind = self._keys.of(step), None, RunKind.EAGER
         if key is None:
             size = PaddedSize.exact(step.layout)

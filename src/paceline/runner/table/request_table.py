@@ -103,8 +103,6 @@ class RequestTable:
     def stage(self, deltas: Sequence[Delta], slot: StagingSlot) -> list[Copy]:
         """Put deltas into pinned memory; returns the copies the step's stream must execute."""
         copies: list[Copy] = []
-        if not deltas:  # steady decode
-            return copies
         for joining in join_runs(deltas):
             copies += self._stage_joins(joining, slot)
         copies += [self._stage_pages(pages, slot) for pages in page_runs(deltas)]
