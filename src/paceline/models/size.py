@@ -115,7 +115,7 @@ def packing_bytes(model: CausalLM, packings: Packings) -> int:
     for name, target in model.destinations().items():
         module, _, last = name.rpartition(".")
         packing = packings.of(module)
-        if last == "words" and packing is not None and target.blocks:
+        if last == "words" and packing is not None:
             most = max(most, target.shape[0] * target.shape[1] * 32 // packing.bits)
     return _PACKING_BYTES * most
 
