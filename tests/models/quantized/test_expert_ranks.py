@@ -1,9 +1,11 @@
 """Ranks hold whole experts in codes where their part of the columns would cut words or groups, and
 compute what one process computes of the same codes.  Ranks are threads of one process here."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
+import jsonschema
 import pytest
 import test_ranks
 import torch
@@ -24,6 +26,7 @@ from paceline.models.quantized.repacked import Repacked
 from paceline.models.size import as_built
 from paceline.plan.explain import explain_model, show
 
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
@@ -118,6 +121,9 @@ def test_a_plan_says_which_experts_a_rank_holds_and_counts_them(tmp_path: Path) 
     kind = "int4, a scale for 32 columns"
     assert some.exchanged.experts == {f"2 of 6 experts, whole: {reason} ({kind})": 2}
     assert f"\n  of 2 layers it holds 2 of 6 experts, whole: {reason}" in show(some)
+    schema = json.loads((ROOT / "docs" / "schemas" / "explain.json").read_text())
+    said = json.loads(json.dumps(some.to_json()))
+    jsonschema.validate(said["ranks"], schema["properties"]["ranks"])
     assert one.exchanged is None
     plain = explain_model(asked | {"tp": size, "load_format": "dummy"}, gpu="h200")
     assert plain.exchanged is not None
