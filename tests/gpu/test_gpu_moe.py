@@ -2,13 +2,22 @@
 
 import pytest
 import torch
-from moe_cases import CLAMPED, SILU, Case, in_float32, make_case, theirs
+from moe_cases import CLAMPED, SILU, Case, in_float32, make_case, of_rank, theirs
+from packed_cases import KINDS, experts_of_rank, relative
 from torch import Tensor
 
+from paceline.core.parallel import Parallel, whole
 from paceline.kernels._triton.moe_align import launch_moe_align
 from paceline.kernels.moe_align import moe_align_reference
 from paceline.kernels.moe_experts import moe_experts, moe_experts_reference
 from paceline.kernels.moe_route import Routing, moe_route, moe_route_reference
+from paceline.kernels.packed_experts import (
+    PackedExpertWeights,
+    PackedMatrices,
+    packed_experts,
+    packed_experts_reference,
+)
+from paceline.kernels.packed_weight import encode
 from paceline.kernels.sigmoid_gate import sigmoid_gate
 
 # Warnings of drivers and compilers are shown and fail nothing.
@@ -33,7 +42,7 @@ def case_of(shape: str, tokens: int, dtype: torch.dtype, *, live: int | None = N
 
 
 def run(case: Case) -> Tensor:
-    return moe_experts(case.x, case.routing, case.weights, case.gate)
+    return moe_experts(case.x, case.routing, case.weights, case.gate, experts=case.experts)
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -52,6 +61,8 @@ def test_experts_are_as_exact_as_those_of_transformers(shape: str, tokens: int) 
     case = case_of(shape, tokens, torch.bfloat16)
     exact = reference(case)
     assert error(run(case), exact) < 1.1 * error(theirs(case), exact)
+    total = sum(run(of_rank(case, rank, 3)).float() for rank in range(3))
+    assert error(total, exact) < 1.1 * error(theirs(case), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -90,10 +101,11 @@ def test_routing_and_alignment_equal_their_references(
         assert torch.equal(found.expert_ids, wanted.expert_ids)
         torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)
     for rows in (16, 64, 128):
-        aligned = launch_moe_align(found.expert_ids, experts, rows)
-        expected = moe_align_reference(found.expert_ids, experts, rows)
-        assert torch.equal(aligned.order, expected.order)
-        assert torch.equal(aligned.blocks, expected.blocks)
+        for held in (whole(experts), *(Parallel(rank, 3).spread(experts) for rank in range(3))):
+            aligned = launch_moe_align(found.expert_ids, held, rows)
+            expected = moe_align_reference(found.expert_ids, held, rows)
+            assert torch.equal(aligned.order, expected.order)
+            assert torch.equal(aligned.blocks, expected.blocks)
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
@@ -127,6 +139,57 @@ def test_a_graph_follows_the_routing_of_each_replay(tokens: int) -> None:
         graph.replay()
         replayed = out.clone()
         assert torch.equal(replayed, step())
+
+
+@pytest.mark.parametrize("kind", ["int4-g128", "fp8-g128"])
+def test_ranks_with_whole_experts_compute_their_part(kind: str) -> None:
+    """One process plays each of three ranks in turn; then one in a graph, over other routings."""
+    experts, hidden, inter, slots = 16, 2048, 768, 4
+    packing, rng = KINDS[kind], torch.Generator("cuda").manual_seed(0)
+    weights = PackedExpertWeights(
+        *(
+            PackedMatrices(encode(noise(experts * rows, columns, rng), packing), packing, columns)
+            for rows, columns in ((2 * inter, hidden), (hidden, inter))
+        )
+    )
+    held = [Parallel(rank, 3).spread(experts) for rank in range(3)]
+    parts = [experts_of_rank(weights, each) for each in held]
+    for tokens in (1, 7, 64, 700):
+        x = torch.randn(tokens, hidden, generator=rng, device="cuda").bfloat16()
+        logits = torch.randn(tokens, experts, generator=rng, device="cuda")
+        routing = moe_route(logits, slots, renormalize=True)
+        exact = packed_experts_reference(x.float(), routing, weights, SILU).double()
+        total = torch.zeros_like(exact)
+        for part, its in zip(parts, held, strict=True):
+            ours = packed_experts(x, routing, part, SILU, experts=its)
+            wanted = packed_experts_reference(x.float(), routing, part, SILU, its)
+            assert torch.equal(ours.ne(0).any(1), wanted.ne(0).any(1))
+            assert relative(ours, wanted.double()) < 4.6e-3  # see test_gpu_linear
+            total += ours
+        assert relative(total, exact) < 4.6e-3
+
+    x, logits = x[:64].clone(), logits[:64].clone()
+
+    def step() -> Tensor:
+        routing = moe_route(logits, slots, renormalize=True)
+        return packed_experts(x, routing, parts[1], SILU, experts=held[1])
+
+    graph = torch.cuda.CUDAGraph()
+    step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = step()
+    for skew in (0.0, 100.0, -100.0):  # to its experts, then to the others'
+        logits.normal_()
+        logits[:, held[1].first : held[1].end] += skew
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, step())
+        assert bool(replayed.any()) == (skew >= 0.0)
+
+
+def noise(rows: int, columns: int, rng: torch.Generator) -> Tensor:
+    return torch.randn(rows, columns, generator=rng, device="cuda") / columns**0.5
 
 
 def test_repeated_runs_give_the_same_bits() -> None:

@@ -1,6 +1,8 @@
 """Random experts and routings, and transformers' own modules that compute them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from paceline.core.parallel import Parallel, Span
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU
 from paceline.kernels.moe_route import Routing, moe_route_reference
 
@@ -24,6 +27,7 @@ class Case:
     weights: ExpertWeights
     gate: SwiGLU
     plus: Tensor | None = None  # [tokens, hidden]
+    experts: Span | None = None  # of the routing's, which the weights are of; None: all
 
 
 def make_case(
@@ -54,6 +58,19 @@ def make_case(
     logits = noise(tokens, live or num_experts)
     routing = moe_route_reference(logits, experts_per_token, renormalize=True)
     return Case(noise(tokens, hidden), routing, weights, gate)
+
+
+def of_rank(case: Case, rank: int, ranks: int) -> Case:
+    """The part of it that one of the ranks with whole experts computes."""
+    held = Parallel(rank, ranks).spread(len(case.weights.down))
+    part = [None if each is None else each[held.first : held.end] for each in case.weights]
+    return replace(case, weights=ExpertWeights(*part), experts=held)
+
+
+def nonsense(*size: Any, empty: Callable[..., Tensor] = torch.empty, **how: Any) -> Tensor:
+    """In place of `torch.empty`, whose memory is often zeros by chance."""
+    made = empty(*size, **how)
+    return made.fill_(torch.nan if made.is_floating_point() else -7)
 
 
 def theirs(case: Case) -> Tensor:

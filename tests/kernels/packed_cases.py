@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from paceline.core.parallel import Span
+from paceline.kernels.packed_experts import PackedExpertWeights
 from paceline.kernels.packed_weight import FP8, INT4, INT8, PackedWeight, Packing, pack_codes
 
 KINDS = {
@@ -48,3 +50,14 @@ def random_weight(
 def relative(ours: Tensor, exact: Tensor) -> float:
     """Of the Frobenius norm."""
     return float((ours.double() - exact).norm() / exact.norm())
+
+
+def experts_of_rank(weights: PackedExpertWeights, held: Span) -> PackedExpertWeights:
+    """Its experts alone."""
+    parts = []
+    for each in weights:
+        rows = each.rows // weights.num_experts
+        own = slice(held.first * rows, held.end * rows)
+        packed = PackedWeight(*(None if part is None else part[own] for part in each.packed))
+        parts.append(each._replace(packed=packed))
+    return PackedExpertWeights(*parts)

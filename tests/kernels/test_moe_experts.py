@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_cases import CLAMPED, SILU, Case, in_float32, make_case, theirs
+from moe_cases import CLAMPED, SILU, Case, in_float32, make_case, nonsense, of_rank, theirs
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
+from paceline.core.parallel import Span, whole
 from paceline.kernels.moe_experts import SwiGLU, moe_experts, moe_experts_reference
 from paceline.kernels.moe_route import Routing
 
@@ -17,18 +18,26 @@ Run = Callable[[Case], Tensor]
 
 
 def run_op(case: Case) -> Tensor:
-    return moe_experts(case.x, case.routing, case.weights, case.gate, case.plus)
+    return moe_experts(case.x, case.routing, case.weights, case.gate, case.plus, case.experts)
 
 
 def run_reference(case: Case) -> Tensor:
-    return moe_experts_reference(case.x, case.routing, case.weights, case.gate)
+    return moe_experts_reference(case.x, case.routing, case.weights, case.gate, case.experts)
 
 
 def run_triton(case: Case) -> Tensor:
     from paceline.kernels._triton.moe_experts import launch_moe_experts
 
     out = torch.full_like(case.x, float("nan"))
-    launch_moe_experts(case.x, case.routing, case.weights, gate=case.gate, plus=case.plus, out=out)
+    launch_moe_experts(
+        case.x,
+        case.routing,
+        case.weights,
+        gate=case.gate,
+        experts=case.experts or whole(len(case.weights.down)),
+        plus=case.plus,
+        out=out,
+    )
     return out
 
 
@@ -76,6 +85,25 @@ def test_an_expert_without_tokens_is_not_read(run: Run) -> None:
     case.weights.gate_up[3:] = float("nan")
     case.weights.down[3:] = float("nan")
     assert torch.equal(run(case), expected)
+
+
+@RUNS
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_parts_of_ranks_with_whole_experts_sum_to_all_of_them(
+    run: Run, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7 experts are 3, 2 and 2; a token whose experts are all elsewhere has 0, whatever lies where
+    their results would."""
+    case = make_case(tokens, 7, 3, hidden=40, inter=24, gate=CLAMPED)
+    expected, parts = run(case), [of_rank(case, rank, 3) for rank in range(3)]
+    monkeypatch.setattr(torch, "empty", nonsense)
+    found = [run(part) for part in parts]
+    for part, computed in zip(parts, found, strict=True):
+        held, ids = part.experts, case.routing.expert_ids
+        assert held is not None
+        has_some = ((ids >= held.first) & (ids < held.end)).any(1)
+        assert torch.equal(computed.ne(0).any(1), has_some)
+    torch.testing.assert_close(sum(found), expected, rtol=1e-5, atol=2e-6)
 
 
 @KERNELS
@@ -159,3 +187,11 @@ def test_bad_arguments_are_named_with_what_was_expected() -> None:
     ):
         with pytest.raises(KernelArgumentError, match=re.escape(text)):
             run_op(wrong)
+
+
+@pytest.mark.parametrize("experts", [Span(0, 3, 8), Span(-1, 4, 8), Span(5, 4, 8)])
+def test_experts_that_the_weights_are_not_of_are_refused(experts: Span) -> None:
+    case = replace(make_case(3, 4, 2, hidden=8, inter=6), experts=experts)
+    told = r"experts must be 4, as the weights have, .* got -?\d to \d of 8; pass the span"
+    with pytest.raises(KernelArgumentError, match=told):
+        run_op(case)

@@ -11,6 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from paceline.core.errors import KernelArgumentError
 from paceline.core.model.config import ExpertChoice
+from paceline.core.parallel import Parallel, Span, whole
 from paceline.kernels.moe_align import Alignment, max_blocks, moe_align_reference
 from paceline.kernels.moe_choose import moe_choose
 from paceline.kernels.moe_route import Routing, moe_route, moe_route_reference
@@ -132,12 +133,12 @@ def test_bad_arguments_of_moe_route_are_named() -> None:
         moe_route(torch.zeros(2, 4), 5, renormalize=True)
 
 
-def align(expert_ids: Tensor, num_experts: int, block_rows: int) -> Alignment:
+def align(expert_ids: Tensor, experts: Span, block_rows: int) -> Alignment:
     from paceline.kernels._triton.moe_align import launch_moe_align
 
     with pytest.MonkeyPatch.context() as patch:  # what is not written is no expert
         patch.setattr(torch, "empty", lambda *shape, **made: torch.full(shape, -1, **made))
-        return launch_moe_align(expert_ids, num_experts, block_rows)
+        return launch_moe_align(expert_ids, experts, block_rows)
 
 
 ALIGN = pytest.mark.parametrize("run", [align, moe_align_reference], ids=["triton", "reference"])
@@ -152,10 +153,14 @@ def full_of_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("full_of_nonsense")
 @ALIGN
 def test_the_worked_example_of_moe_align_holds(run: Callable[..., Alignment]) -> None:
-    found = run(torch.tensor([[1, 3], [1, 0], [1, 3]], dtype=torch.int32), 4, 2)
+    ids = torch.tensor([[1, 3], [1, 0], [1, 3]], dtype=torch.int32)
+    found = run(ids, whole(4), 2)
     assert found.order.tolist() == [3, 0, 2, 4, 1, 5]
     live = [[0, 0, 1], [1, 1, 3], [1, 3, 4], [3, 4, 6]]
     assert found.blocks.tolist() == [*live, [0, 0, 0]]
+    part = run(ids, Span(2, 2, 4), 2)
+    assert part.order.tolist() == found.order.tolist()
+    assert part.blocks.tolist() == [[1, 4, 6], *([[0, 0, 0]] * 3)]
 
 
 @ALIGN
@@ -172,7 +177,7 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(
     logits = torch.rand(tokens, num_experts, generator=generator)
     logits[:, : num_experts // 2] += skew - 1  # with a skew the upper half gets few, or none
     ids = logits.topk(per_token).indices.int()
-    order, blocks = run(ids, num_experts, block_rows)
+    order, blocks = run(ids, whole(num_experts), block_rows)
     assert sorted(order.tolist()) == list(range(tokens * per_token))
     assert len(blocks) == max_blocks(tokens * per_token, num_experts, block_rows)
     flat, covered = ids.flatten()[order.long()].tolist(), 0
@@ -183,15 +188,31 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(
             assert flat[begin:end] == [expert] * (end - begin)
             covered = end
     assert covered == tokens * per_token
-    wanted = moe_align_reference(ids, num_experts, block_rows)
+    wanted = moe_align_reference(ids, whole(num_experts), block_rows)
     assert torch.equal(order, wanted.order)
     assert torch.equal(blocks, wanted.blocks)
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 8, 16), (40, 6, 3, 2), (520, 5, 2, 64)], ids=str)
+def test_blocks_of_ranks_are_those_of_one_process_by_their_experts(sizes: tuple[int, ...]) -> None:
+    tokens, num_experts, per_token, block_rows = sizes
+    ids = torch.rand(tokens, num_experts, generator=torch.Generator().manual_seed(tokens))
+    ids = ids.topk(per_token).indices.int()
+    alone, joined = align(ids, whole(num_experts), block_rows), []
+    for rank in range(3):
+        held = Parallel(rank, 3).spread(num_experts)
+        found, wanted = align(ids, held, block_rows), moe_align_reference(ids, held, block_rows)
+        assert torch.equal(found.order, alone.order)
+        assert torch.equal(found.blocks, wanted.blocks)
+        assert len(found.blocks) == max_blocks(ids.numel(), held.size, block_rows)
+        joined += [[e + held.first, b, end] for e, b, end in found.blocks.tolist() if end > b]
+    assert joined == [block for block in alone.blocks.tolist() if block[2] > block[1]]
 
 
 @pytest.mark.usefixtures("full_of_nonsense")
 def test_pairs_of_one_expert_keep_their_order() -> None:
     ids = torch.randint(0, 7, (90, 3), generator=torch.Generator().manual_seed(3)).int()
-    found, wanted = align(ids, 7, 16), moe_align_reference(ids, 7, 16)
+    found, wanted = align(ids, whole(7), 16), moe_align_reference(ids, whole(7), 16)
     assert torch.equal(found.order, wanted.order)
     assert torch.equal(found.blocks, wanted.blocks)
 

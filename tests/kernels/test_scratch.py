@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.core.parallel import whole
 from paceline.kernels import draft_topk, draw, edit_logits, greedy, moe_experts
 from paceline.kernels.custom_op import scratch_sizes
 from paceline.kernels.moe_route import Routing
@@ -90,8 +91,11 @@ def of_moe_experts() -> tuple[Sizes, Launch]:
     gate_up, down = torch.randn(experts, 2 * inter, hidden), torch.randn(experts, hidden, inter)
     weights = moe_experts.ExpertWeights(gate_up, None, down, None)
     gate, out = moe_experts.SwiGLU(1.0, None, 0.0), torch.empty_like(x)
-    sizes = scratch_sizes(moe_experts._MOE_EXPERTS, (x, *routing, *weights, *gate, None, out))
-    return sizes, lambda: launch_moe_experts(x, routing, weights, gate=gate, plus=None, out=out)
+    args = (x, *routing, *weights, *gate, 0, experts, None, out)
+    sizes, held = scratch_sizes(moe_experts._MOE_EXPERTS, args), whole(experts)
+    return sizes, lambda: launch_moe_experts(
+        x, routing, weights, gate=gate, experts=held, plus=None, out=out
+    )
 
 
 @pytest.mark.parametrize(

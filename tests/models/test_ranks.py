@@ -28,6 +28,7 @@ from paceline.models.config import parse_config
 from paceline.models.coverage import require_filled_once
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource, SourceKind, locate
+from paceline.models.packed_layers import PLAIN
 from paceline.models.registry import ARCHITECTURES, architecture
 from paceline.plan.exchanged import exchanged
 
@@ -143,7 +144,7 @@ def test_ranks_compute_what_one_process_computes(case: str, size: int) -> None:
     config, (stored, expected) = config_of(case), alone(case)
     ranks = ranks_of(config, size, stored)
     require_equal(together(ranks, config), expected)
-    planned = exchanged(config, size, torch.float32)
+    planned = exchanged(config, size, torch.float32, PLAIN)
     assert planned is not None
     sums = [module for module in ranks[0].modules() if isinstance(module, RankSum)]
     assert sums[0].exchange.sent.tolist() == [3 * planned.sums + 1] * size  # of three chunks

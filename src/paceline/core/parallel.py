@@ -53,6 +53,13 @@ class Parallel:
         size = total // self.size
         return Span(self.rank * size, size, total)
 
+    def spread(self, total: int) -> Span:
+        """This rank's part of `total` things that stay whole: as even as can be, of which the first
+        ranks have one more."""
+        each, more = divmod(total, self.size)
+        first = self.rank * each + min(self.rank, more)
+        return Span(first, each + (self.rank < more), total)
+
     def share_kv(self, total: int, name: str) -> Span:
         """As `share`; where ranks exceed heads, ranks side by side hold the same one."""
         if total >= self.size:
@@ -74,6 +81,11 @@ class Parallel:
 
 
 ALONE = Parallel()
+
+
+def rank_of(span: Span) -> Parallel:
+    """Which rank `Parallel.share` gave this part."""
+    return Parallel(span.first // span.size, span.total // span.size)
 
 
 def of_rank(config: ModelConfig, parallel: Parallel) -> ModelConfig:

@@ -8,6 +8,9 @@ which is SwiGLU (Shazeer 2020, arXiv:2002.05202) with alpha 1, offset 0 and no l
 form of it with alpha 1.702, offset 1 and limit 7 (arXiv:2508.10925, section 2.1).  Gate and up rows
 of a weight are interleaved, so that a tile of a product holds both parts of what it computes.  Sums
 over a token's experts go in the order of its routing: no atomics, the same bits every time.
+
+Of ranks that hold whole experts each computes its own experts' part of the sum, `experts`: pairs of
+a token with others are not multiplied, and add nothing.
 """
 
 from typing import NamedTuple
@@ -15,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.core.errors import KernelArgumentError
+from paceline.core.parallel import Span, whole
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.linear import linear
@@ -26,7 +31,8 @@ _FEWEST_ROWS = 16  # of a tile
 
 
 class ExpertWeights(NamedTuple):
-    """The experts of one layer.  Rows 2 i and 2 i + 1 of a gate_up matrix are gate i and up i."""
+    """The experts of one layer, or a rank's.  Rows 2 i and 2 i + 1 of a gate_up matrix are gate i
+    and up i."""
 
     gate_up: Tensor  # [num_experts, 2 * inter, hidden]
     gate_up_bias: Tensor | None  # [num_experts, 2 * inter]
@@ -51,12 +57,17 @@ def swiglu_reference(gate_up: Tensor, gate: SwiGLU) -> Tensor:
 
 
 def moe_experts_reference(
-    x: Tensor, routing: Routing, weights: ExpertWeights, gate: SwiGLU
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    gate: SwiGLU,
+    experts: Span | None = None,
 ) -> Tensor:
     """The definition, in float32: every token through every expert, most with weight 0.
 
-    x: [tokens, hidden]; returns [tokens, hidden] in x's dtype.
+    x: [tokens, hidden]; experts: as of `moe_experts`; returns [tokens, hidden] in x's dtype.
     """
+    first = 0 if experts is None else experts.first
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(weights.down.shape[0]):
         product = x.float() @ weights.gate_up[expert].float().t()
@@ -65,7 +76,7 @@ def moe_experts_reference(
         result = swiglu_reference(product, gate) @ weights.down[expert].float().t()
         if weights.down_bias is not None:
             result = result + weights.down_bias[expert].float()
-        share = torch.where(routing.expert_ids == expert, routing.weights, 0.0).sum(1)
+        share = torch.where(routing.expert_ids == first + expert, routing.weights, 0.0).sum(1)
         total += share.unsqueeze(1) * result
     return total.to(x.dtype)
 
@@ -81,6 +92,8 @@ def _moe_experts_cpu(
     alpha: float,
     limit: float | None,
     up_offset: float,
+    first_expert: int,
+    num_experts: int,
     plus: Tensor | None,
     out: Tensor,
 ) -> None:
@@ -89,13 +102,16 @@ def _moe_experts_cpu(
     gate = SwiGLU(alpha, limit, up_offset)
     flat = expert_ids.flatten()
     order = flat.argsort(stable=True)
-    results = torch.empty(flat.shape[0], x.shape[1], dtype=x.dtype)  # of (token, expert) pairs
+    # Of (token, expert) pairs; those of experts that are not here stay 0.
+    empty = torch.empty if num_experts == down.shape[0] else torch.zeros
+    results = empty(flat.shape[0], x.shape[1], dtype=x.dtype)
     begin = 0
-    for expert, count in enumerate(flat.bincount().tolist()):
-        if not count:
-            continue
+    for of_routing, count in enumerate(flat.bincount().tolist()):
         pairs = order[begin : begin + count]
         begin += count
+        expert = of_routing - first_expert
+        if not count or not 0 <= expert < down.shape[0]:
+            continue
         rows = x.index_select(0, pairs // experts_per_token)
         bias = None if gate_up_bias is None else gate_up_bias[expert]
         gated = swiglu_reference(linear(rows, gate_up[expert], bias), gate)
@@ -118,6 +134,8 @@ def _moe_experts_cuda(
     alpha: float,
     limit: float | None,
     up_offset: float,
+    first_expert: int,
+    num_experts: int,
     plus: Tensor | None,
     out: Tensor,
 ) -> None:
@@ -128,6 +146,7 @@ def _moe_experts_cuda(
         Routing(routing_weights, expert_ids),
         ExpertWeights(gate_up, gate_up_bias, down, down_bias),
         gate=SwiGLU(alpha, limit, up_offset),
+        experts=Span(first_expert, down.shape[0], num_experts),
         plus=plus,
         out=out,
     )
@@ -147,7 +166,7 @@ def _scratch(
 _MOE_EXPERTS = define_op(
     "moe_experts(Tensor x, Tensor routing_weights, Tensor expert_ids, Tensor gate_up, "
     "Tensor? gate_up_bias, Tensor down, Tensor? down_bias, float alpha, float? limit, "
-    "float up_offset, Tensor? plus, Tensor(a!) out) -> ()",
+    "float up_offset, int first_expert, int num_experts, Tensor? plus, Tensor(a!) out) -> ()",
     cpu=_moe_experts_cpu,
     cuda=_moe_experts_cuda,
     scratch=_scratch,
@@ -160,17 +179,19 @@ def moe_experts(
     weights: ExpertWeights,
     gate: SwiGLU,
     plus: Tensor | None = None,
+    experts: Span | None = None,
 ) -> Tensor:
     """Every token through its experts, in a new tensor [tokens, hidden] of x's dtype.
 
     x: [tokens, hidden] with a contiguous last dimension; routing of as many tokens, its ids valid;
     weights in x's dtype, on CUDA row by row; plus: contiguous, as the result, to which it is added
-    once that is rounded.  Mutates nothing.  Graph-safe: grids depend on shapes
-    only.  Raises KernelArgumentError.
+    once that is rounded; experts: which of the routing's the weights are of, None: all.  Mutates
+    nothing.  Graph-safe: grids depend on shapes only.  Raises KernelArgumentError.
     """
     _check(x, routing, weights, plus)
+    experts = require_experts(experts, weights.down.shape[0])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _MOE_EXPERTS(x, *routing, *weights, *gate, plus, out)
+    _MOE_EXPERTS(x, *routing, *weights, *gate, experts.first, experts.total, plus, out)
     return out
 
 
@@ -202,6 +223,21 @@ def _check(x: Tensor, routing: Routing, weights: ExpertWeights, plus: Tensor | N
                 got=tensor,
                 remedy="load the experts in the model's dtype",
             )
+
+
+def require_experts(experts: Span | None, count: int) -> Span:
+    """Which of a routing's experts weights of `count` are of: all, unless said.  Raises
+    KernelArgumentError for others than as many."""
+    if experts is None:
+        return whole(count)
+    if experts.size != count or experts.first < 0 or experts.end > experts.total:
+        raise KernelArgumentError.about(
+            "experts",
+            expected=f"{count}, as the weights have, of those that the routing chooses from",
+            got=f"{experts.first} to {experts.end} of {experts.total}",
+            remedy="pass the span that the rank holds",
+        )
+    return experts
 
 
 def require_routed(x: Tensor, routing: Routing, plus: Tensor | None) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.core.parallel import Span
 from paceline.kernels._check import reject, require_triton
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.moe_align import max_blocks
@@ -17,6 +18,7 @@ from paceline.kernels.moe_experts import (
     ExpertWeights,
     SwiGLU,
     moe_experts_reference,
+    require_experts,
     require_routed,
 )
 from paceline.kernels.moe_route import Routing
@@ -42,7 +44,7 @@ class PackedMatrices(NamedTuple):
 
 
 class PackedExpertWeights(NamedTuple):
-    """The experts of one layer, without biases."""
+    """The experts of one layer, or a rank's, without biases."""
 
     gate_up: PackedMatrices  # [num_experts, 2 * inter, hidden]
     down: PackedMatrices  # [num_experts, hidden, inter]
@@ -53,7 +55,11 @@ class PackedExpertWeights(NamedTuple):
 
 
 def packed_experts_reference(
-    x: Tensor, routing: Routing, weights: PackedExpertWeights, gate: SwiGLU
+    x: Tensor,
+    routing: Routing,
+    weights: PackedExpertWeights,
+    gate: SwiGLU,
+    experts: Span | None = None,
 ) -> Tensor:
     """The definition: `moe_experts` of the numbers."""
     gate_up, down = (
@@ -62,7 +68,8 @@ def packed_experts_reference(
         )
         for each in weights
     )
-    return moe_experts_reference(x, routing, ExpertWeights(gate_up, None, down, None), gate)
+    numbers = ExpertWeights(gate_up, None, down, None)
+    return moe_experts_reference(x, routing, numbers, gate, experts)
 
 
 def fits_packed_experts(x: Tensor) -> bool:
@@ -76,12 +83,13 @@ def packed_experts(
     weights: PackedExpertWeights,
     gate: SwiGLU,
     plus: Tensor | None = None,
+    experts: Span | None = None,
 ) -> Tensor:
     """Every token through its experts, in a new tensor [tokens, hidden] of x's dtype.
 
-    x: bfloat16 or float16 [tokens, hidden], contiguous rows; routing, plus: as of `moe_experts`.
-    Mutates nothing.  Deterministic.  Graph-safe: grids depend on shapes only.  Raises
-    KernelArgumentError.
+    x: bfloat16 or float16 [tokens, hidden], contiguous rows; routing, plus, experts: as of
+    `moe_experts`.  Mutates nothing.  Deterministic.  Graph-safe: grids depend on shapes
+    only.  Raises KernelArgumentError.
     """
     if x.dim() != 2 or x.dtype not in _DTYPES or x.stride(1) != 1:
         reject(
@@ -108,13 +116,15 @@ def packed_experts(
             got=weights.down.packed.words,
             remedy="pass the experts of this layer",
         )
+    experts = require_experts(experts, weights.num_experts)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     operands = [
         each
         for packed, packing, columns in weights
         for each in (*packed, packing.kind, packing.group or columns)
     ]
-    _PACKED_EXPERTS(x, *routing, *operands, weights.down.columns, *gate, plus, out)
+    columns, of_routing = weights.down.columns, (experts.first, experts.total)
+    _PACKED_EXPERTS(x, *routing, *operands, columns, *gate, *of_routing, plus, out)
     return out
 
 
@@ -136,6 +146,8 @@ def _launch(
     alpha: float,
     limit: float | None,
     up_offset: float,
+    first_expert: int,
+    num_experts: int,
     plus: Tensor | None,
     out: Tensor,
 ) -> None:
@@ -149,6 +161,7 @@ def _launch(
         Words(PackedWeight(down, down_scale, down_zero), down_kind, down_group),
         inter=inter,
         gate=SwiGLU(alpha, limit, up_offset),
+        experts=Span(first_expert, down.shape[0] // x.shape[1], num_experts),
         plus=plus,
         out=out,
     )
@@ -168,7 +181,8 @@ _PACKED_EXPERTS = define_op(
     "packed_experts(Tensor x, Tensor routing_weights, Tensor expert_ids, Tensor gate_up, "
     "Tensor gate_up_scale, Tensor? gate_up_zero, str gate_up_kind, int gate_up_group, Tensor down, "
     "Tensor down_scale, Tensor? down_zero, str down_kind, int down_group, int inter, float alpha, "
-    "float? limit, float up_offset, Tensor? plus, Tensor(a!) out) -> ()",
+    "float? limit, float up_offset, int first_expert, int num_experts, Tensor? plus, "
+    "Tensor(a!) out) -> ()",
     cpu=_launch,
     cuda=_launch,
     scratch=_scratch,

@@ -58,7 +58,8 @@ class SharedExpert(nn.Module):
 
 class SparseMLP(nn.Module):
     """Router and experts of one layer.  Each rank holds a share of every expert's intermediate
-    columns, and computes a part of the sum; the router is everywhere."""
+    columns, or some experts whole, as the format decides, and computes a part of the sum; the
+    router is everywhere."""
 
     def __init__(
         self, hidden_size: int, moe: MoEConfig, *, parallel: Parallel, placement: Placement

@@ -110,6 +110,9 @@ class _UnplacedExperts(ExpertsFormat[DenseStack]):
     def fill_each(self, weight: DenseStack, names: Sequence[ExpertNames]) -> Named:
         return self.dense.fill_each(weight, names)
 
+    def share(self, weight: DenseStack) -> str:
+        return self.dense.share(weight)
+
     def apply(self, x: Tensor, routing: Routing, weight: DenseStack, gate: SwiGLU) -> Tensor:
         raise AssertionError("a layer that was not placed")
 
@@ -195,7 +198,7 @@ def _placed_experts(
     format_: ExpertsFormat[Any] = dense
     if gate_up is not None and down is not None:
         packed = PackedExperts(gate_up, down)
-        format_ = packed if packed.takes(weight.inter) else dense
+        format_ = packed if packed.takes(count, weight.inter) else dense
     return format_, format_.allocate(
         count, hidden, weight.inter, bias=weight.has_bias, placement=placement
     )

@@ -3,6 +3,7 @@
 There is no formula that a new layer could be missing from.
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -17,7 +18,7 @@ from paceline.kernels.all_reduce import Exchange, exchange_memory, peer_table
 from paceline.kernels.stand_in import StandIn
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
-from paceline.layers.weights.weight_format import held_by
+from paceline.layers.weights.weight_format import ExpertsFormat, held_by
 from paceline.models.causal_lm import CausalLM
 from paceline.models.packed_layers import PLAIN, Packings, build_model, packed_modules
 
@@ -53,13 +54,11 @@ def empty_exchange(parallel: Parallel, capacity: int, *, dtype: torch.dtype) -> 
     return Exchange(parallel.rank, *memory, peer_table((), META))
 
 
-def as_built(packings: Packings, config: ModelConfig, parallel: Parallel) -> Packings:
-    """Of `packings` of a checkpoint those that layers of the model, or of a rank's part, keep; all
-    others become plain numbers, and are counted so."""
-    if not packings.by_module:
-        return packings
-    dtype = torch.bfloat16
-    model = empty_model(
+def empty_part(
+    config: ModelConfig, parallel: Parallel, packings: Packings, *, dtype: torch.dtype
+) -> CausalLM:
+    """A rank's part on the meta device, to count: without positions, and nothing to exchange."""
+    return empty_model(
         config,
         dtype=dtype,
         max_positions=1,
@@ -67,6 +66,14 @@ def as_built(packings: Packings, config: ModelConfig, parallel: Parallel) -> Pac
         exchange=empty_exchange(parallel, 0, dtype=dtype),
         packings=packings,
     )
+
+
+def as_built(packings: Packings, config: ModelConfig, parallel: Parallel) -> Packings:
+    """Of `packings` of a checkpoint those that layers of the model, or of a rank's part, keep; all
+    others become plain numbers, and are counted so."""
+    if not packings.by_module:
+        return packings
+    model = empty_part(config, parallel, packings, dtype=torch.bfloat16)
     modules = packed_modules(model)
     kept = {name: each for name, each in packings.by_module.items() if name in modules}
     lost = len(packings.by_module) - len(kept)
@@ -88,6 +95,17 @@ def bytes_by_format(model: CausalLM) -> dict[str, int]:
         size = sum(each.nbytes for each in held.weight if isinstance(each, nn.Parameter))
         found[kind] = found.get(kind, 0) + size
     return found | {"other": weight_bytes(model) - sum(found.values())}
+
+
+def expert_shares(config: ModelConfig, parallel: Parallel, packings: Packings) -> dict[str, int]:
+    """What a rank holds of the experts of a layer, and in how many layers."""
+    if config.moe is None:
+        return {}
+    model = empty_part(config, parallel, packings, dtype=torch.bfloat16)
+    of_experts = [
+        held for held in held_by(model).values() if isinstance(held.format, ExpertsFormat)
+    ]
+    return dict(Counter(held.format.share(held.weight) for held in of_experts))
 
 
 def packing_bytes(model: CausalLM, packings: Packings) -> int:

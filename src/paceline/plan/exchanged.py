@@ -1,11 +1,14 @@
 """Exchanged: what the ranks of one model hold, and what they tell each other in a step."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
 
 from paceline.core.model.config import ModelConfig, QKNorm
 from paceline.core.parallel import Parallel, of_rank
+from paceline.models.packed_layers import Packings
+from paceline.models.size import expert_shares
 
 _SQUARES = 2 * torch.float32.itemsize  # of Q and K, of a token
 
@@ -21,24 +24,29 @@ class Exchanged:
     heads: int  # at most, of a layer
     kv_heads: int | None  # likewise; None: latents, which every rank has whole
     whole: tuple[str, ...]  # what every rank has all of
+    experts: Mapping[str, int]  # what it has of the experts of a layer, and in how many layers
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     def __str__(self) -> str:
         cached = "all of the latents" if self.kv_heads is None else f"{self.kv_heads} KV heads"
+        experts = [f"\n  of {count} layers it holds {what}" for what, count in self.experts.items()]
         return (
             f"{self.ranks} ranks, planned as the first, which holds most: the others have its "
             f"pages\n  each holds {self.heads} heads and {cached} of a layer, and all of "
-            f"{', '.join(self.whole)}\n  a step has {self.sums} all-reduces, in which each sends "
+            f"{', '.join(self.whole)}{''.join(experts)}\n"
+            f"  a step has {self.sums} all-reduces, in which each sends "
             f"{self.sum_bytes} bytes per token, and an all-gather of logits, "
             f"{self.gather_bytes} bytes per row that is sampled"
         )
 
 
-def exchanged(config: ModelConfig, ranks: int, dtype: torch.dtype) -> Exchanged | None:
-    """config: of the model; None: one process tells nobody.  Raises ConfigError for a number of
-    ranks that cannot share it."""
+def exchanged(
+    config: ModelConfig, ranks: int, dtype: torch.dtype, packings: Packings
+) -> Exchanged | None:
+    """config, packings: of the model; None: one process tells nobody.  Raises ConfigError for a
+    number of ranks that cannot share it."""
     if ranks == 1:
         return None
     seen = of_rank(config, Parallel(0, ranks))
@@ -61,4 +69,5 @@ def exchanged(config: ModelConfig, ranks: int, dtype: torch.dtype) -> Exchanged 
         heads=max((layer.heads.num_heads for layer in attends), default=0),
         kv_heads=None if has_latents else held,
         whole=tuple(whole),
+        experts=expert_shares(config, Parallel(0, ranks), packings),
     )

@@ -23,8 +23,7 @@ from paceline.models.quantized.scheme import Quantization
 from paceline.models.size import (
     as_built,
     bytes_by_format,
-    empty_exchange,
-    empty_model,
+    empty_part,
     packing_bytes,
 )
 from paceline.plan.attention_choice import (
@@ -206,7 +205,7 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
         ),
         nearest=nearest_if_short(asked, resolution, fit, demands),
         text=TextPlan.of(target.source),
-        exchanged=exchanged(config, parallel.size, dtype),
+        exchanged=exchanged(config, parallel.size, dtype, target.packings),
     )
 
 
@@ -216,14 +215,7 @@ def _packed_sizes(demands: Demands, options: EngineOptions) -> tuple[dict[str, s
     if not demands.packings:
         return {}, None
     dtype: torch.dtype = getattr(torch, known(options.dtype))
-    model = empty_model(
-        demands.config,
-        dtype=dtype,
-        max_positions=1,
-        parallel=demands.parallel,
-        exchange=empty_exchange(demands.parallel, 0, dtype=dtype),
-        packings=demands.packings,
-    )
+    model = empty_part(demands.config, demands.parallel, demands.packings, dtype=dtype)
     at_once = packing_bytes(model, demands.packings) if options.load_format != "dummy" else 0
     by_format = {kind: gib(size) for kind, size in bytes_by_format(model).items()}
     return by_format, gib(at_once) if at_once else None

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from packed_cases import KINDS, random_weight, relative
+from moe_cases import nonsense
+from packed_cases import KINDS, experts_of_rank, random_weight, relative
 
 from paceline.core.errors import KernelArgumentError
+from paceline.core.parallel import Parallel
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts_reference
 from paceline.kernels.moe_route import Routing
 from paceline.kernels.packed_experts import (
@@ -61,6 +63,27 @@ def test_experts_equal_those_with_the_numbers(gate_up: str, down: str, tokens: i
     assert relative(ours, exact + plus.double()) < 1e-3  # of four roundings to float16
     none = Routing(routing.weights[:0], routing.expert_ids[:0])
     assert packed_experts(x[:0], none, weights, GATE, plus[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_parts_of_ranks_with_whole_experts_sum_to_all_of_them(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 experts are 2, 1 and 1, and what the others' pairs leave is read by nobody."""
+    x, routing, weights, numbers = case("int4-g32-zeros", "int4-row", tokens)
+    exact = moe_experts_reference(x.double(), routing, numbers, GATE)
+    monkeypatch.setattr(torch, "empty", nonsense)
+    parts, wanted = [], []
+    for rank in range(3):
+        held = Parallel(rank, 3).spread(EXPERTS)
+        ours = experts_of_rank(weights, held)
+        parts.append(packed_experts(x, routing, ours, GATE, experts=held))
+        wanted.append(packed_experts_reference(x, routing, ours, GATE, held))
+        assert torch.equal(parts[-1].ne(0).any(1), wanted[-1].ne(0).any(1))
+    assert relative(torch.stack(parts).double().sum(0), exact) < 1e-3
+    assert relative(torch.stack(wanted).double().sum(0), exact) < 1e-3
+    with pytest.raises(KernelArgumentError, match="experts must be 1, as the weights have"):
+        packed_experts(x, routing, ours, GATE, experts=held._replace(size=2))
 
 
 def test_operands_that_do_not_fit_are_named() -> None:

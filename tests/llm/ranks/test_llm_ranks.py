@@ -15,6 +15,7 @@ from llm_cases import (
     make_checkpoint,
     make_llm,
     random_prompts,
+    save_tokenizer,
     shared_prompts,
     text_of,
     tokens_of,
@@ -31,12 +32,14 @@ from speculative_cases import (
     serve,
     truth_of,
 )
+from tiny_checkpoints import CASES, make_of
 
 from children import PACELINE
 from covers import Cell, cell_name
 from paceline.core.errors import ConfigError
 from paceline.llm.boot import Knobs
 from paceline.llm.embeds import Embeds
+from paceline.models.size import expert_shares
 
 KINDS = ("greedy", "every-processor", "logprobs")
 KIND_OF = {"NGRAM": "every-processor", "STANDALONE": "logprobs"}  # of any other the first
@@ -115,6 +118,31 @@ def test_a_busy_hour_without_drafts(case: str, size: int, tmp_path: Path) -> Non
             truth.answers["greedy"]["shared-prefix"].outputs[0].token_ids,
             checkpoint.gap(job.prompt),
         )
+
+
+def test_drafts_beside_whole_experts_in_codes_change_no_text(tmp_path: Path) -> None:
+    """fp8 that each rank makes of its own experts' numbers: 6 columns of 12 would cut a chunk, and
+    projections, which a cut would leave plain, have whole ones."""
+    family, settings = CASES["qwen3_moe-window-every-second-layer"]
+    sizes = {"head_dim": 64, "intermediate_size": 256}
+    theirs = make_of("whole experts", family, settings | sizes)
+    theirs.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    checkpoint = Checkpoint(tmp_path, theirs)
+    prompts, short = random_prompts((30, 9, 17), seed=2), replace(GREEDY, max_tokens=24)
+    options: dict[str, Any] = {"quantization": "fp8", "max_num_seqs": 4}
+    with make_llm(checkpoint, enforce_eager=True, **options) as llm:
+        answers, alone = tokens_of(llm.generate(prompts, short)), llm.prepared.fit.weights_bytes
+    options |= {"tensor_parallel_size": 2, "compare_ranks_every": 3}
+    with make_llm(checkpoint, speculative_algorithm="NGRAM", **options) as llm:
+        fit, memory = llm.prepared.fit, llm.report()["memory"]["measured"]
+        assert memory["weights"] == fit.weights_bytes < alone
+        plan = llm.prepared
+        [share] = expert_shares(plan.config, plan.parallel, plan.packings)
+        assert share.startswith("20 of 40 experts, whole: a part of their 12 columns")
+        found = llm.generate(prompts, short)
+        assert tokens_of(found) == answers
+        assert accepted(dict(enumerate(found))) > 0
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.core.parallel import Span
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels.moe_align import Alignment, max_blocks
@@ -14,14 +15,18 @@ _FEW = (16, 128)  # pairs up to which they are compared with one another; each i
 # counted at a time, warps)
 _MANY = ((1024, 64, 1024, 4), (1 << 31, 128, 2048, 8))
 
+_SIZES = ["num_pairs", "max_blocks", "first_expert", "end_expert"]
 
-@triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
+
+@triton.jit(do_not_specialize=_SIZES)
 def _moe_align_few_kernel(
     expert_ids_ptr,  # [num_pairs] int32
     order_ptr,  # [num_pairs] int32
     blocks_ptr,  # [max_blocks, 3] int32
     num_pairs,
     max_blocks,
+    first_expert,
+    end_expert,
     BLOCK_ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     LAST: tl.constexpr,  # more than any expert
@@ -51,9 +56,10 @@ def _moe_align_few_kernel(
         theirs = tl.load(expert_ids_ptr + other, mask=other < num_pairs, other=LAST)
         begin += (theirs < expert).to(tl.int32)
         end += (theirs <= expert).to(tl.int32)
-    opens = live & ((place - begin) % BLOCK_ROWS == 0)
+    is_held = (expert >= first_expert) & (expert < end_expert)
+    opens = live & is_held & ((place - begin) % BLOCK_ROWS == 0)
     row_ptr = blocks_ptr + (tl.cumsum(opens.to(tl.int32), axis=0) - 1) * 3
-    tl.store(row_ptr, expert, mask=opens)
+    tl.store(row_ptr, expert - first_expert, mask=opens)
     tl.store(row_ptr + 1, place, mask=opens)
     tl.store(row_ptr + 2, tl.minimum(place + BLOCK_ROWS, end), mask=opens)
     is_empty = (place >= tl.sum(opens.to(tl.int32), axis=0)) & (place < max_blocks)
@@ -61,13 +67,15 @@ def _moe_align_few_kernel(
         tl.store(blocks_ptr + place * 3 + field, 0, mask=is_empty)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
+@triton.jit(do_not_specialize=_SIZES)
 def _moe_align_kernel(
     expert_ids_ptr,  # [num_pairs] int32
     order_ptr,  # [num_pairs] int32
     blocks_ptr,  # [max_blocks, 3] int32
     num_pairs,
     max_blocks,
+    first_expert,
+    end_expert,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BINS: tl.constexpr,
@@ -101,13 +109,14 @@ def _moe_align_kernel(
     base = tl.gather(starts + before, mine, axis=0)
     tl.store(order_ptr + base + rank, first + places, mask=live)
 
-    # Every expert's first block, second, and so on; programs take turns.
-    spans = tl.where(bins < NUM_EXPERTS, (totals + BLOCK_ROWS - 1) // BLOCK_ROWS, 0)
+    # The first block of every expert held, the second, and so on; programs take turns.
+    is_held = (bins >= first_expert) & (bins < end_expert)
+    spans = tl.where(is_held, (totals + BLOCK_ROWS - 1) // BLOCK_ROWS, 0)
     row_ptr = blocks_ptr + (tl.cumsum(spans, axis=0) - spans) * 3
     for turn in range(tl.program_id(0), tl.max(spans, axis=0), tl.num_programs(0)):
         exists = turn < spans
         begin = starts + turn * BLOCK_ROWS
-        tl.store(row_ptr + turn * 3, bins, mask=exists)
+        tl.store(row_ptr + turn * 3, bins - first_expert, mask=exists)
         tl.store(row_ptr + turn * 3 + 1, begin, mask=exists)
         end = tl.minimum(begin + BLOCK_ROWS, starts + totals)
         tl.store(row_ptr + turn * 3 + 2, end, mask=exists)
@@ -123,19 +132,22 @@ def read_block(
     blocks_ptr,  # [max_blocks, 3] int32
     block,
 ):
-    """(expert int64, begin, end) of a block's pairs in `order`; end <= begin: it has none."""
+    """(expert int64 of those held, begin, end) of a block's pairs in `order`; end <= begin: it has
+    none."""
     row_ptr = blocks_ptr + block * 3
     expert = tl.load(row_ptr).to(tl.int64)
     return expert, tl.load(row_ptr + 1), tl.load(row_ptr + 2)
 
 
-def launch_moe_align(expert_ids: Tensor, num_experts: int, block_rows: int) -> Alignment:
+def launch_moe_align(expert_ids: Tensor, experts: Span, block_rows: int) -> Alignment:
     """Alignment of expert_ids [tokens, experts_per_token] int32, contiguous; allocates it.
+    experts: whose blocks.
 
     Graph-safe: the grid depends on shapes only.
     """
     num_pairs = expert_ids.numel()
-    blocks = max_blocks(num_pairs, num_experts, block_rows)
+    blocks = max_blocks(num_pairs, experts.size, block_rows)
+    sizes = num_pairs, blocks, experts.first, experts.end
     made = Alignment(
         torch.empty(num_pairs, dtype=torch.int32, device=expert_ids.device),
         torch.empty(blocks, 3, dtype=torch.int32, device=expert_ids.device),
@@ -147,11 +159,10 @@ def launch_moe_align(expert_ids: Tensor, num_experts: int, block_rows: int) -> A
             (1,),
             expert_ids,
             *made,
-            num_pairs,
-            blocks,
+            *sizes,
             BLOCK_ROWS=block_rows,
             PAIRS=few,
-            LAST=next_power_of_2(num_experts),
+            LAST=next_power_of_2(experts.total),
             num_warps=4 if few > 16 else 1,
             **overlap_options(expert_ids.device, _moe_align_few_kernel),
         )
@@ -162,11 +173,10 @@ def launch_moe_align(expert_ids: Tensor, num_experts: int, block_rows: int) -> A
         (cdiv(num_pairs, chunk),),
         expert_ids,
         *made,
-        num_pairs,
-        blocks,
-        NUM_EXPERTS=num_experts,
+        *sizes,
+        NUM_EXPERTS=experts.total,
         BLOCK_ROWS=block_rows,
-        BINS=max(32, next_power_of_2(num_experts + 1)),
+        BINS=max(32, next_power_of_2(experts.total + 1)),
         TILE=tile,
         CHUNK=chunk,
         num_warps=warps,

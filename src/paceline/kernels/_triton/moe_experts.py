@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.core.parallel import Span
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.moe_align import launch_moe_align, read_block
 from paceline.kernels._triton.moe_one_token import fits_one_token, launch_one_token
@@ -197,11 +198,14 @@ def _down_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert", "end_expert"])
 def _sum_kernel(
     parts_ptr,  # [tokens, EXPERTS_PER_TOKEN, HIDDEN]
+    expert_ids_ptr,  # [tokens, EXPERTS_PER_TOKEN] int32, or None: all have written their part
     plus_ptr,  # [tokens, HIDDEN] or None
     out_ptr,  # [tokens, HIDDEN]
+    first_expert,  # of those that have
+    end_expert,
     EXPERTS_PER_TOKEN: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -216,7 +220,12 @@ def _sum_kernel(
         plus = tl.load(plus_ptr + token * HIDDEN + cols, mask=mask, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(EXPERTS_PER_TOKEN):
-        part = tl.load(row_ptr + slot * HIDDEN + cols, mask=mask, other=0.0)
+        is_read = mask
+        if expert_ids_ptr is not None:
+            expert = tl.load(expert_ids_ptr + token * EXPERTS_PER_TOKEN + slot)
+            is_held = (expert >= first_expert) & (expert < end_expert)
+            is_read = cols < tl.where(is_held, HIDDEN, 0)
+        part = tl.load(row_ptr + slot * HIDDEN + cols, mask=is_read, other=0.0)
         total += part.to(tl.float32)
     let_next_start(OVERLAPPED)
     total = total.to(out_ptr.dtype.element_ty)
@@ -231,6 +240,7 @@ def launch_moe_experts(
     weights: ExpertWeights,
     *,
     gate: SwiGLU,
+    experts: Span,
     plus: Tensor | None,
     out: Tensor,
     tiles: ExpertTiles | None = None,
@@ -238,32 +248,38 @@ def launch_moe_experts(
     """Arguments as checked by kernels/moe_experts.py; `tiles` overrides the tile table."""
     if x.shape[0] == 0:
         return
-    if tiles is None and fits_one_token(x, weights):
+    is_whole = experts.size == experts.total
+    if tiles is None and is_whole and fits_one_token(x, weights):
         launch_one_token(x, routing, weights, gate=gate, plus=plus, out=out)
         return
-    num_pairs, num_experts = routing.expert_ids.numel(), weights.down.shape[0]
+    num_pairs = routing.expert_ids.numel()
     if tiles is None:
-        tiles = expert_tiles(num_pairs, num_experts, x.dtype)
-    aligned = launch_moe_align(routing.expert_ids, num_experts, tiles.rows)
+        tiles = expert_tiles(num_pairs, experts.total, x.dtype)
+    aligned = launch_moe_align(routing.expert_ids, experts, tiles.rows)
     gated = torch.empty(num_pairs, weights.down.shape[2], dtype=x.dtype, device=x.device)
     parts = torch.empty(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
     _launch_gate_up(x, weights, aligned, gate=gate, tiles=tiles, out=gated)
     _launch_down(gated, routing, weights, aligned=aligned, tiles=tiles, out=parts)
-    launch_sum(parts, plus, out, slots=routing.expert_ids.shape[1])
+    launch_sum(parts, routing.expert_ids, experts, plus, out)
 
 
-def launch_sum(parts: Tensor, plus: Tensor | None, out: Tensor, *, slots: int) -> None:
-    """out [tokens, hidden]: what each token's `slots` experts returned, summed, plus `plus`.
-    parts: [tokens * slots, hidden]."""
+def launch_sum(
+    parts: Tensor, expert_ids: Tensor, experts: Span, plus: Tensor | None, out: Tensor
+) -> None:
+    """out [tokens, hidden]: what each token's experts returned, those of `experts`, summed, plus
+    `plus`.  parts: [tokens * experts_per_token, hidden]; expert_ids: of the routing."""
     tokens, hidden = out.shape
     block = min(1024, next_power_of_2(hidden))
     launch(
         _sum_kernel,
         (tokens, cdiv(hidden, block)),
         parts,
+        None if experts.size == experts.total else expert_ids,
         plus,
         out,
-        EXPERTS_PER_TOKEN=slots,
+        experts.first,
+        experts.end,
+        EXPERTS_PER_TOKEN=expert_ids.shape[1],
         HIDDEN=hidden,
         BLOCK=block,
         num_warps=4,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.core.parallel import Span
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.moe_align import launch_moe_align, read_block
 from paceline.kernels._triton.moe_experts import launch_sum
@@ -203,6 +204,7 @@ def launch_packed_experts(
     *,
     inter: int,
     gate: SwiGLU,
+    experts: Span,
     plus: Tensor | None,
     out: Tensor,
 ) -> None:
@@ -212,9 +214,8 @@ def launch_packed_experts(
         return
     hidden, slots = x.shape[1], routing.expert_ids.shape[1]
     num_pairs = routing.expert_ids.numel()
-    num_experts = down.packed.words.shape[0] // hidden
-    tile = packed_tile(num_pairs, num_experts)
-    aligned = launch_moe_align(routing.expert_ids, num_experts, tile.pairs)
+    tile = packed_tile(num_pairs, experts.total)
+    aligned = launch_moe_align(routing.expert_ids, experts, tile.pairs)
     gated = torch.empty(num_pairs, inter, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
     sizes = {"HIDDEN": hidden, "INTER": inter}
@@ -248,7 +249,7 @@ def launch_packed_experts(
         **_options(down, inter, tile),
         **overlap_options(x.device, _packed_down_kernel),
     )
-    launch_sum(parts, plus, out, slots=slots)
+    launch_sum(parts, routing.expert_ids, experts, plus, out)
 
 
 def _widths(words: Words) -> tuple[int, int]:

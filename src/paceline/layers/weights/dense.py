@@ -36,6 +36,7 @@ from paceline.layers.weights.weight_format import (
     WeightFormats,
     by_part,
     partly,
+    share_of_columns,
     wholly,
     without_bias,
 )
@@ -220,6 +221,9 @@ class DenseExperts(ExpertsFormat[DenseStack]):
             named[f"{name.up}.weight"] = partly(gate_up[1::2], inter, hidden)
             named[f"{name.down}.weight"] = partly(down, hidden, inter)
         return named
+
+    def share(self, weight: DenseStack) -> str:
+        return share_of_columns(len(weight.down), weight.inter)
 
     def apply(self, x: Tensor, routing: Routing, weight: DenseStack, gate: SwiGLU) -> Tensor:
         return moe_experts(x, routing, _weights(weight), gate)

@@ -76,6 +76,11 @@ def partly(view: Tensor, *cut: Span) -> Destination:
     return Destination(tuple(span.total for span in cut), view.dtype, (TensorPart(view, cut),))
 
 
+def of_another_rank(target: Destination) -> Destination:
+    """A stored tensor as `target`'s, of which this rank holds nothing."""
+    return target._replace(blocks=())
+
+
 def by_part(
     names: Sequence[str],
     kind: str,
@@ -235,21 +240,33 @@ class ExpertsFormat(WeightFormat[Weight]):
     def allocate(
         self, count: int, hidden: int, inter: Span, *, bias: bool, placement: "Placement"
     ) -> Weight:
-        """Of ranks the first adds the biases of what the experts return."""
+        """inter: a rank's part of every expert's columns; where blocks of the format forbid it, the
+        rank holds whole experts instead.  Of ranks the first adds the biases of what the experts
+        return."""
 
     @abstractmethod
     def fill_each(self, weight: Weight, names: Sequence[ExpertNames]) -> Named:
         """As `fill`, for checkpoints with tensors of each expert.  names: [count]"""
 
     @abstractmethod
+    def share(self, weight: Weight) -> str:
+        """What a rank holds of the layer's experts, and why; for people."""
+
+    @abstractmethod
     def apply(self, x: Tensor, routing: Routing, weight: Weight, gate: SwiGLU) -> Tensor:
-        """x [tokens, hidden] -> a new tensor [tokens, hidden]; as `moe_experts`."""
+        """x [tokens, hidden] -> a new tensor [tokens, hidden], a rank's part of the sum over its
+        experts; as `moe_experts`."""
 
     def apply_plus(
         self, x: Tensor, routing: Routing, weight: Weight, gate: SwiGLU, plus: Tensor
     ) -> Tensor:
         """What `apply` returns, rounded, plus `plus` [tokens, hidden]."""
         return self.apply(x, routing, weight, gate).add_(plus)
+
+
+def share_of_columns(count: int, inter: Span) -> str:
+    """As of `ExpertsFormat.share`, where a rank holds a part of every expert."""
+    return f"{inter.size} of {inter.total} columns of each of {count} experts"
 
 
 class WeightFormats(NamedTuple):
