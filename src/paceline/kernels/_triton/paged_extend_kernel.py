@@ -40,11 +40,11 @@ from paceline.kernels._triton.primitives import (
     softmax_step,
 )
 from paceline.kernels._triton.scaled_latents import (
-    halves_of_parts,
     laid_down,
     narrow_parts,
     scaled_scores,
     scaled_step,
+    twos_of_parts,
 )
 from paceline.kernels._triton.split_merge import (
     finishes_last,
@@ -66,7 +66,7 @@ def _attend_keys(
     tree_bits,  # [rows] int64
     visible_end,  # [rows] int32, of blocks
     q,  # [rows, BLOCK_DIM_K]; where V lies in K, PARTS of its columns
-    q_odd,  # of WORDS like q, which is of even columns then; else None
+    q_last,  # of WORDS like q, which is of the first two of four columns then; else None
     q_rest,  # [rows, BLOCK_REST] or None
     k_head_ptr,  # [pages, page_size, head_dim] one KV head
     v_head_ptr,  # [pages, page_size, v_head_dim] one KV head
@@ -162,16 +162,15 @@ def _attend_keys(
         rest = load_rows(k_head_ptr + DIM_K, k_offsets, live, DIM_REST, BLOCK_REST, GUARDED)
     # It always holds: Triton puts what stands under a condition behind the next tile's loads.
     if not LOADS_FIRST or start < end:
-        if V_IN_K:
-            if row_scale_ptr is not None:
-                products = scaled_scores(
-                    q, q_odd, q_rest, k, rest, row_scale, scale, scale_rest,
-                    extend_len > 0, PARTS, LOADS_FIRST, WIDEN,
-                )  # fmt: skip
-            else:
-                products = latent_scores(
-                    q, q_rest, k, rest, scale, extend_len > 0, PARTS, LOADS_FIRST, WIDEN
-                )
+        if row_scale_ptr is not None:
+            scores = scaled_scores(
+                q, q_last, q_rest, k, rest, row_scale, scale, scale_rest,
+                extend_len > 0, SOFT_CAP, PARTS, LOADS_FIRST, WIDEN,
+            )  # fmt: skip
+        elif V_IN_K:
+            products = latent_scores(
+                q, q_rest, k, rest, scale, extend_len > 0, PARTS, LOADS_FIRST, WIDEN
+            )
             scores = scores_log2(products, 1.0, SOFT_CAP)
         else:
             products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
@@ -429,11 +428,11 @@ def paged_extend_kernel(
     scale_rest = scale
     if k_scale_ptr is not None:
         q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
-    q_odd = None
+    q_last = None
     if row_scale_ptr is not None:
         q, scale = narrow_parts(q, scale, PARTS)
         if WORDS:
-            q, q_odd = halves_of_parts(q, PARTS)
+            q, q_last = twos_of_parts(q, PARTS)
         elif LOADS_FIRST:
             # Its place until the answer comes: of another split's rows, what that one writes too.
             place_ptr = out_ptr.to(tl.pointer_type(q[0].dtype))
@@ -460,7 +459,7 @@ def paged_extend_kernel(
             next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
             running_max, running_sum, acc, acc_odd = _attend_keys(
                 start, page, end, query_position, token, row_live, tree_bits, visible_end,
-                q, q_odd, q_rest, k_head_ptr, v_head_ptr, turned_ptr, row_scale_ptr, tree_mask_ptr,
+                q, q_last, q_rest, k_head_ptr, v_head_ptr, turned_ptr, row_scale_ptr, tree_mask_ptr,
                 stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
                 stride_turned_page, stride_turned_slot,
                 stride_row_scale_page, stride_row_scale_slot, stride_tree_token,
@@ -476,7 +475,7 @@ def paged_extend_kernel(
         next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
         running_max, running_sum, acc, acc_odd = _attend_keys(
             start, page, end, query_position, token, row_live, tree_bits, visible_end,
-            q, q_odd, q_rest, k_head_ptr, v_head_ptr, turned_ptr, row_scale_ptr, tree_mask_ptr,
+            q, q_last, q_rest, k_head_ptr, v_head_ptr, turned_ptr, row_scale_ptr, tree_mask_ptr,
             stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
             stride_turned_page, stride_turned_slot,
             stride_row_scale_page, stride_row_scale_slot, stride_tree_token,
