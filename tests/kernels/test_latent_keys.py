@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 RANK, ROPE = 64, 16
 IN_PARTS = 256  # a rank of several tiles of columns, in float8 too
 ROOMY = 227 << 10  # bytes of shared memory
+LOG2_E = 1.4426950408889634
 CPU = torch.device("cpu")
 
 
@@ -153,6 +154,35 @@ def test_scaled_latents_meet_the_definition(
         workspace,
         splits=splits,
         config=latent_config(rows, programs, is_scaled=True, shared_bytes=ROOMY),
+    )
+    found = errors(call.out, call.q, call.cache, call.rows, call.weighing)
+    assert float(found.max()) <= 1.0
+
+
+@pytest.mark.parametrize("rows", [16, 64], ids=["few", "wide"])
+@pytest.mark.parametrize("growth", [2, 12, -12])
+def test_sums_of_scaled_latents_follow_scores_from_tile_to_tile(growth: int, rows: int) -> None:
+    """growth: of scores, in doublings of weights from one tile of 64 keys to the next: less than
+    what sums of few rows bear as they are, more, and less than nothing."""
+    from paceline.kernels._triton.paged_extend import latent_config, launch_paged_extend
+
+    length = 4 * 64 - 6
+    call = latent_call(rows, [length - 1], 1, MaskKind.CAUSAL)
+    call.q[..., :RANK] = 0.25
+    of_one = RANK * 0.25 * call.weighing.scale * LOG2_E  # doublings by 1 in each column
+    at = torch.arange(length)
+    slots = call.rows.page_table[0, at // 16].long() * 16 + at % 16
+    latents = torch.zeros(call.cache.k.shape[0] * 16, RANK)
+    latents[slots] = torch.randn(length, RANK, generator=torch.Generator().manual_seed(3)) * 0.2
+    latents[slots] += (growth * (at // 64 - (growth < 0) * 3) / of_one)[:, None]
+    codes, scales = quantise_latents(latents.view(-1, 16, 1, RANK))
+    beside = ScaledLatents(call.cache.k[..., RANK:].clone(), scales)
+    call = call._replace(cache=PagedCache(codes, codes, beside=beside))
+    launch_paged_extend(
+        call,
+        None,
+        splits=1,
+        config=latent_config(rows, 1, is_scaled=True, shared_bytes=ROOMY),
     )
     found = errors(call.out, call.q, call.cache, call.rows, call.weighing)
     assert float(found.max()) <= 1.0

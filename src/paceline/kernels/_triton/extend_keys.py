@@ -26,7 +26,7 @@ def attend_keys(
     tree_bits,  # [rows] int64
     visible_end,  # [rows] int32, of blocks
     q,  # [rows, BLOCK_DIM_K]; where V lies in K, PARTS of its columns
-    q_odd,  # of WORDS like q, which is of even columns then; else None
+    q_last,  # of WORDS like q, which is of the first two of four columns then; else None
     q_rest,  # [rows, BLOCK_REST] or None
     k_head_ptr,  # [pages, page_size, head_dim] one KV head
     v_head_ptr,  # [pages, page_size, v_head_dim] one KV head
@@ -122,16 +122,15 @@ def attend_keys(
         rest = load_rows(k_head_ptr + DIM_K, k_offsets, live, DIM_REST, BLOCK_REST, GUARDED)
     # It always holds: Triton puts what stands under a condition behind the next tile's loads.
     if not LOADS_FIRST or start < end:
-        if V_IN_K:
-            if row_scale_ptr is not None:
-                products = scaled_scores(
-                    q, q_odd, q_rest, k, rest, row_scale, scale, scale_rest,
-                    extend_len > 0, PARTS, LOADS_FIRST, WIDEN,
-                )  # fmt: skip
-            else:
-                products = latent_scores(
-                    q, q_rest, k, rest, scale, extend_len > 0, PARTS, LOADS_FIRST, WIDEN
-                )
+        if row_scale_ptr is not None:
+            scores = scaled_scores(
+                q, q_last, q_rest, k, rest, row_scale, scale, scale_rest,
+                extend_len > 0, SOFT_CAP, PARTS, LOADS_FIRST, WIDEN,
+            )  # fmt: skip
+        elif V_IN_K:
+            products = latent_scores(
+                q, q_rest, k, rest, scale, extend_len > 0, PARTS, LOADS_FIRST, WIDEN
+            )
             scores = scores_log2(products, 1.0, SOFT_CAP)
         else:
             products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)

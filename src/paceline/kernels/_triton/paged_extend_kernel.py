@@ -26,7 +26,7 @@ from paceline.kernels._triton.primitives import (
     narrow_query,
     softmax_finish,
 )
-from paceline.kernels._triton.scaled_latents import halves_of_parts, laid_down, narrow_parts
+from paceline.kernels._triton.scaled_latents import laid_down, narrow_parts, twos_of_parts
 from paceline.kernels._triton.split_merge import (
     finishes_last,
     merge_splits,
@@ -266,11 +266,11 @@ def paged_extend_kernel(
     scale_rest = scale
     if k_scale_ptr is not None:
         q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
-    q_odd = None
+    q_last = None
     if row_scale_ptr is not None:
         q, scale = narrow_parts(q, scale, PARTS)
         if WORDS:
-            q, q_odd = halves_of_parts(q, PARTS)
+            q, q_last = twos_of_parts(q, PARTS)
         elif LOADS_FIRST:
             # Its place until the answer comes: of another split's rows, what that one writes too.
             place_ptr = out_ptr.to(tl.pointer_type(q[0].dtype))
@@ -297,7 +297,7 @@ def paged_extend_kernel(
             next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
             running_max, running_sum, acc, acc_odd = attend_keys(
                 start, page, end, query_position, token, row_live, tree_bits, visible_end,
-                q, q_odd, q_rest, k_head_ptr, v_head_ptr, turned_ptr, row_scale_ptr, tree_mask_ptr,
+                q, q_last, q_rest, k_head_ptr, v_head_ptr, turned_ptr, row_scale_ptr, tree_mask_ptr,
                 stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
                 stride_turned_page, stride_turned_slot,
                 stride_row_scale_page, stride_row_scale_slot, stride_tree_token,
@@ -313,7 +313,7 @@ def paged_extend_kernel(
         next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
         running_max, running_sum, acc, acc_odd = attend_keys(
             start, page, end, query_position, token, row_live, tree_bits, visible_end,
-            q, q_odd, q_rest, k_head_ptr, v_head_ptr, turned_ptr, row_scale_ptr, tree_mask_ptr,
+            q, q_last, q_rest, k_head_ptr, v_head_ptr, turned_ptr, row_scale_ptr, tree_mask_ptr,
             stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
             stride_turned_page, stride_turned_slot,
             stride_row_scale_page, stride_row_scale_slot, stride_tree_token,

@@ -3,15 +3,26 @@ kernels/scaled_latents.py.
 
 A code becomes float16, in one instruction for two, and loses nothing.  Tiles of few rows read codes
 two to a word of 16 bits: what loads a matrix unit's registers transposes no less.  A word is the
-codes of columns 2j and 2j + 1, so queries and sums come in halves, of even and of odd columns:
-two words in a register, (1 0) and (3 2), are sorted to (2 0) and (3 1), in one instruction.
+codes of columns 2j and 2j + 1, so queries and sums come in halves:
+
+    words of a register   weighed: of two keys, a and b      scored: of one key
+                          (a1 a0) (b1 b0)                    (3 2) (1 0)
+    sorted                (b0 a0) even, (b1 a1) odd          as they are: (1 0) first, (3 2) last
+
+A product adds up over what a register holds.  Sums are of one column in each, so bytes are sorted,
+in one instruction, and halves are of even and odd columns.  Scores are added up over columns, in
+any order that queries have, too: halves of these are the first and the last two of four columns.
 """
 
 import triton
 import triton.language as tl
 
-from paceline.kernels._triton.primitives import dot
+from paceline.kernels._triton.primitives import dot, scores_log2
 from paceline.kernels._triton.runtime import interpreted
+
+# By how much, in units of log2, a score may exceed what weights are relative to before their sums
+# are scaled anew: these stay, and no weight leaves float16.
+_SLACK = tl.constexpr(8.0)
 
 
 @triton.jit
@@ -59,19 +70,61 @@ codes_of = _codes_by_bits if interpreted(_codes_by_bits) else _codes_by_pairs
 
 
 @triton.jit
-def halves_of_parts(
+def _twos_by_bits(
+    words,  # [columns, keys] int16
+):
+    """As `twos_of`, in operations that the interpreter knows."""
+    columns: tl.constexpr = words.shape[0]
+    keys: tl.constexpr = words.shape[1]
+    even, odd = tl.split(tl.reshape(tl.trans(words), [keys, columns // 2, 2]))
+    first = tl.join(_number_of(even & 0xFF), _number_of((even >> 8) & 0xFF))
+    last = tl.join(_number_of(odd & 0xFF), _number_of((odd >> 8) & 0xFF))
+    return (
+        tl.trans(tl.reshape(first, [keys, columns])),
+        tl.trans(tl.reshape(last, [keys, columns])),
+    )
+
+
+@triton.jit
+def _twos_by_registers(
+    words,  # [columns, keys] int16, the right operand of a product: two columns to a register
+):
+    """As `twos_of`: one instruction for two numbers.  (PTX ISA, cvt.)"""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r",
+        [words],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+# (first, last) [columns, keys] float16: the codes of words 0, 2, 4, ... and of 1, 3, 5, ...
+twos_of = _twos_by_bits if interpreted(_twos_by_bits) else _twos_by_registers
+
+
+@triton.jit
+def twos_of_parts(
     x,  # PARTS of [rows, columns]
     PARTS: tl.constexpr,
 ):
-    """Their even and their odd columns."""
-    evens = ()
-    odds = ()
+    """The first and the last two of each four of their columns."""
+    firsts = ()
+    lasts = ()
+    rows: tl.constexpr = x[0].shape[0]
+    columns: tl.constexpr = x[0].shape[1]
     for part in tl.static_range(PARTS):
-        here = x[part]
-        even, odd = tl.split(tl.reshape(here, [here.shape[0], here.shape[1] // 2, 2]))
-        evens += (even,)
-        odds += (odd,)
-    return evens, odds
+        fours = tl.reshape(x[part], [rows, columns // 4, 2, 2])
+        first, last = tl.split(tl.permute(fours, (0, 1, 3, 2)))
+        firsts += (tl.reshape(first, [rows, columns // 2]),)
+        lasts += (tl.reshape(last, [rows, columns // 2]),)
+    return firsts, lasts
 
 
 @triton.jit
@@ -131,9 +184,17 @@ def quantised(
 
 
 @triton.jit
+def _exponent(
+    row_scale,  # [keys] float32, powers of two; of a slot never written 0
+):
+    """[keys] int32, biased."""
+    return tl.maximum(row_scale.to(tl.int32, bitcast=True) >> 23, 1)
+
+
+@triton.jit
 def scaled_scores(
-    q,  # PARTS of [rows, BLOCK_DIM_K // PARTS] float16; of words the even columns
-    q_odd,  # of words the odd columns
+    q,  # PARTS of [rows, BLOCK_DIM_K // PARTS] float16; of words the first two of four columns
+    q_last,  # of words the last two
     q_rest,  # [rows, BLOCK_REST]
     codes,  # PARTS of [keys, BLOCK_DIM_K // PARTS] float16, or of words, half as many, int16
     rest,  # [keys, BLOCK_REST]
@@ -141,34 +202,56 @@ def scaled_scores(
     scale,  # [rows, 1] of narrowed queries
     scale_rest,
     always,  # bool, true
+    SOFT_CAP: tl.constexpr,
     PARTS: tl.constexpr,
     IN_HALVES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """As `latent_scores`."""
+    """As `latent_scores`, in units of log2, with row_scale in them: of weights times scales."""
     zeros = tl.zeros([q_rest.shape[0], rest.shape[0]], tl.float32)
+    UNIT: tl.constexpr = 1.4426950408889634 if SOFT_CAP is None else 1.0
     if not IN_HALVES or always:
+        factor = (scale * UNIT) * row_scale[None, :]
+        lift = (_exponent(row_scale) - 127).to(tl.float32)[None, :]
         if codes[0].dtype == tl.int16:
-            evens, odds = zeros, zeros
+            scores, lasts = zeros, zeros
             for part in tl.static_range(PARTS):
-                even, odd = codes_of(tl.trans(codes[part]))
-                evens = dot(q[part], even, evens, WIDEN)
-                odds = dot(q_odd[part], odd, odds, WIDEN)
-            factor = scale * row_scale[None, :]
-            scores = evens * factor + odds * factor
+                first, last = twos_of(tl.trans(codes[part]))
+                scores = dot(q[part], first, scores, WIDEN)
+                lasts = dot(q_last[part], last, lasts, WIDEN)
         else:
             tl.static_assert(PARTS == 1)
-            scores = dot(q[0], tl.trans(codes[0]), zeros, WIDEN) * scale * row_scale[None, :]
-        scores += dot(q_rest, tl.trans(rest), zeros, WIDEN) * scale_rest
+            scores = dot(q[0], tl.trans(codes[0]), zeros, WIDEN)
+        others = dot(q_rest, tl.trans(rest), zeros, WIDEN) * (scale_rest * UNIT)
+        if SOFT_CAP is None:
+            others += lift
+        if codes[0].dtype == tl.int16:
+            others += lasts * factor
+        scores = scores * factor + others
+        if SOFT_CAP is not None:
+            scores = scores_log2(scores, 1.0, SOFT_CAP) + lift
     else:
         scores = dot(q_rest, tl.trans(rest), zeros, WIDEN)
     return scores
 
 
 @triton.jit
+def _decayed(
+    sums,  # PARTS of [rows, columns] float32
+    decay,  # [rows] float32
+    PARTS: tl.constexpr,
+):
+    """Each part times decay."""
+    decayed = ()
+    for part in tl.static_range(PARTS):
+        decayed += (sums[part] * decay[:, None],)
+    return decayed
+
+
+@triton.jit
 def scaled_step(
-    scores,  # [rows, keys] float32 log2 units, −inf where masked
-    codes,  # as of `scaled_scores`
+    scores,  # [rows, keys] float32 of `scaled_scores`, −inf where masked
+    codes,  # as there
     row_scale,  # [keys] float32
     running_max,  # [rows] float32
     running_sums,  # [rows, keys] float32
@@ -177,28 +260,40 @@ def scaled_step(
     PARTS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """As `latent_step`, of weights times scales: their maximum is the running one, so that none is
-    above 1, nor lost in 16 bits for a small scale.  What the sums get is divided again.
+    """As `latent_step`, of weights times scales: their maximum is the running one, so that none
+    leaves float16, nor is lost there for a small scale.  What the sums get is divided again.
+
+    Of words the running maximum is one of _SLACK less or more, which seldom changes: then alone
+    sums are scaled.
     """
-    # A power of two is its exponent; of a slot never written it is 0.
-    exponent = tl.maximum(row_scale.to(tl.int32, bitcast=True) >> 23, 1)
-    scores += (exponent - 127).to(tl.float32)[None, :]
-    new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+    WORDS: tl.constexpr = codes[0].dtype == tl.int16
+    largest = tl.max(scores, axis=1)
+    if WORDS:
+        new_max = tl.where(largest > running_max + _SLACK, largest, running_max)
+    else:
+        new_max = tl.maximum(running_max, largest)
     finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - finite_max[:, None])
+    inverse = ((254 - _exponent(row_scale)) << 23).to(tl.float32, bitcast=True)[None, :]
     decay = tl.exp2(running_max - finite_max)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    running_sums = running_sums * decay[:, None] + weights * inverse[None, :]
+    if WORDS:
+        if tl.max((new_max > running_max).to(tl.int32), axis=0) > 0:
+            running_sums *= decay[:, None]
+            acc = _decayed(acc, decay, PARTS)
+            acc_odd = _decayed(acc_odd, decay, PARTS)
+        running_sums += weights * inverse
+    else:
+        running_sums = running_sums * decay[:, None] + weights * inverse
+        acc = _decayed(acc, decay, PARTS)
     weights = weights.to(tl.float16)
-    if codes[0].dtype == tl.int16:
+    if WORDS:
         sums = ()
         sums_odd = ()
         for part in tl.static_range(PARTS):
             even, odd = codes_of(codes[part])
-            sums += (dot(weights, even, acc[part] * decay[:, None], WIDEN),)
-            sums_odd += (dot(weights, odd, acc_odd[part] * decay[:, None], WIDEN),)
+            sums += (dot(weights, even, acc[part], WIDEN),)
+            sums_odd += (dot(weights, odd, acc_odd[part], WIDEN),)
         return new_max, running_sums, sums, sums_odd
     else:
         tl.static_assert(PARTS == 1)
-        acc = dot(weights, codes[0], acc[0] * decay[:, None], WIDEN)
-        return new_max, running_sums, (acc,), acc_odd
+        return new_max, running_sums, (dot(weights, codes[0], acc[0], WIDEN),), acc_odd
