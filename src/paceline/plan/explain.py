@@ -33,6 +33,7 @@ from paceline.plan.attention_choice import (
     one_backend,
     phase_choices,
 )
+from paceline.plan.cache_free import without_cache
 from paceline.plan.exchanged import Exchanged, exchanged
 from paceline.plan.memory.budget_table import table
 from paceline.plan.memory.demand import Demands
@@ -179,7 +180,7 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
     asked = named(asked)
     given = engine_options(asked)
     target = find_target(given, weights=False, gpu=gpu)
-    config = target.config
+    config = without_cache(target.config, asked, given, target.device)
     parallel = Parallel(0, given.tensor_parallel_size)
     of_rank(config, parallel)
     device = target.device.of_each(parallel.size)
