@@ -114,7 +114,9 @@ def test_a_record_is_replayed_without_a_cache(embedder: Embedder, tmp_path: Path
         llm.keep_stuck("nowhere")
     [record] = written(tmp_path)
     assert replayed_as_it_was(record, sanitize=True).num_restored == 0
-    with pytest.raises(ConfigError, match=r"^cache groups of the model and its drafter must be 0, "):
+    with pytest.raises(
+        ConfigError, match=r"^cache groups of the model and its drafter must be 0, "
+    ):
         replay(record, {"attention_backend": "torch"})
 
 
