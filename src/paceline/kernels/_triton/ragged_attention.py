@@ -1,9 +1,9 @@
 """The Triton kernel of ragged_attention; see kernels/ragged_attention.py for the definition.
 
-A program has QUERIES queries of one request and of PACKED heads that read one KV head: they are rows
-of one tile, the heads of a query side by side.  Programs are found in slots: request r has those
-from cu_q[r] // QUERIES + r on, enough for its tiles, so that the grid is of padded sizes.  Rows
-behind cu_q[-1] are one more request, without keys.  Worked example, QUERIES 4, 13 tokens, cu_q
+A program has QUERIES queries of one request, of PACKED heads that read one KV head: rows of one
+tile, the heads of a query side by side.  Programs are found in slots: request r has those from
+cu_q[r] // QUERIES + r on, enough for its tiles, so that the grid is of padded sizes.  Rows behind
+cu_q[-1] are one more request, without keys.  Worked example, QUERIES 4, 13 tokens, cu_q
 [0, 6, 7, 12]:
 
     slot      0 1 2 3 4 5 6 7
@@ -256,7 +256,9 @@ def _ragged_attention_kernel(
             )  # fmt: skip
         out, lse = softmax_finish(running_max, running_sum, acc)
         tl.store(
-            out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + dims_v[None, :],
+            out_ptr
+            + (token * stride_out_token + head * stride_out_head)[:, None]
+            + dims_v[None, :],
             out.to(out_ptr.dtype.element_ty),
             mask=row_live[:, None] & (dims_v < DIM_V)[None, :],
         )
