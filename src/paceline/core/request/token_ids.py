@@ -32,7 +32,7 @@ def exact_ids(token_ids: Sequence[object]) -> bytes | None:
     if not size or type(token_ids) not in (list, tuple):
         return None if size else b""
     try:
-        found = marshal.dumps(token_ids, 2)
+        found = marshal.dumps(token_ids, 2)  # type: ignore[arg-type]
     except ValueError:
         return None
     # Each int is as long as an item: where all codes so far are right, the next is in its place.
