@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
-from paceline.kernels.ragged_attention import (
-    SharedColumns,
-    ragged_attention,
-    ragged_attention_reference,
-)
+from paceline.kernels.ragged_attention import SharedColumns, ragged_attention
 
 F32 = torch.float32
 LENS_Q = (1, 70, 0, 33, 5, 128)
@@ -206,32 +202,6 @@ def test_rows_behind_the_last_request_have_no_keys(run, lens, behind, causal, wi
     alone = run(q[:end], k[:end], v[:end], cu, cu, **asked)
     for found, wanted in zip((out, lse), alone, strict=True):
         assert torch.equal(found[:end], wanted)
-
-
-@pytest.mark.parametrize(("packed", "rows"), [(1, 32), (2, 16), (2, 64), (4, 16)])
-@pytest.mark.parametrize(
-    "masks", [(None, 1, False), (None, None, False), (7, 7, False), (7, None, True)], ids=str
-)
-@pytest.mark.parametrize("soft_cap", [None, 0.5])
-def test_heads_of_a_kv_head_may_share_a_tile(packed, rows, masks, soft_cap) -> None:
-    """In tiles of any size, over requests without rows and rows without a request."""
-    from paceline.kernels._triton.ragged_attention import launch_ragged_attention
-    from paceline.kernels._triton.runtime import TileConfig
-
-    (back, ahead, has_ends), lens = masks, (1, 21, 0, 5, 40, 3)
-    q, k, v, cu, _ = make(F32, lens, lens, heads=4, kv_heads=1)
-    cu, tokens = cu[:-1], sum(lens)
-    ends = torch.arange(tokens, dtype=torch.int32) % 7 + 9 if has_ends else None
-    blocks = (torch.full((len(lens) - 1,), 4, dtype=torch.int32) if has_ends else None, ends)
-    asked = (q, k, v, None, None, cu, cu, *blocks, 0.2, soft_cap, back, ahead)
-    found, wanted = (
-        (torch.full(q.shape, math.nan), torch.full(q.shape[:2], math.nan)) for _ in range(2)
-    )
-    tiles = TileConfig(block_rows=rows, block_keys=16, num_warps=4, num_stages=2)
-    launch_ragged_attention(*asked, *found, tiles=tiles, packed=packed)
-    ragged_attention_reference(*asked, *wanted)
-    for each, expected in zip(found, wanted, strict=True):
-        torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)
 
 
 @RUNS

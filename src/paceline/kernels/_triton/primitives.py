@@ -203,28 +203,6 @@ def softmax_step(
 
 
 @triton.jit
-def scaled_softmax_step(
-    products,  # [rows, keys] float32 q.k, −inf where masked
-    scale,  # above 0
-    v,  # [keys, BLOCK_DIM_V]
-    running_max,  # [rows] float32, of scaled products in log2 units
-    running_sum,  # [rows] float32
-    acc,  # [rows, BLOCK_DIM_V] float32
-    WIDEN: tl.constexpr,
-):
-    """`softmax_step` of products that are scaled where the maximum is taken off, which is one
-    instruction: the maximum of what a positive number scales is scaled like the rest."""
-    factor = scale * 1.4426950408889634
-    new_max = tl.maximum(running_max, tl.max(products, axis=1) * factor)
-    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(products * factor - finite_max[:, None])
-    decay = tl.exp2(running_max - finite_max)
-    running_sum = running_sum * decay + tl.sum(weights, axis=1)
-    acc = dot(weights.to(v.dtype), v, acc * decay[:, None], WIDEN)
-    return new_max, running_sum, acc
-
-
-@triton.jit
 def softmax_finish(
     running_max,  # [rows] float32
     running_sum,  # [rows] float32

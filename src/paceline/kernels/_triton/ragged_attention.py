@@ -1,10 +1,9 @@
 """The Triton kernel of ragged_attention; see kernels/ragged_attention.py for the definition.
 
-A program has QUERIES queries of one request, of PACKED heads that read one KV head: rows of one
-tile, the heads of a query side by side.  Programs are found in slots: request r has those from
-cu_q[r] // QUERIES + r on, enough for its tiles, so that the grid is of padded sizes.  Rows behind
-cu_q[-1] are one more request, without keys.  Worked example, QUERIES 4, 13 tokens, cu_q
-[0, 6, 7, 12]:
+A program has BLOCK_ROWS queries of one request and head.  Programs are found in slots: request r
+has those from cu_q[r] // BLOCK_ROWS + r on, enough for its tiles, so that the grid is of padded
+sizes.  Rows behind cu_q[-1] are one more request, without keys.  Worked example, BLOCK_ROWS 4, 13
+tokens, cu_q [0, 6, 7, 12]:
 
     slot      0 1 2 3 4 5 6 7
     request   0 0 1 2 2 - 3 -   first slots 0, 6 // 4 + 1 = 2, 7 // 4 + 2 = 3, 12 // 4 + 3 = 6
@@ -17,13 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels._triton.primitives import (
-    dot,
-    scaled_softmax_step,
-    scores_log2,
-    softmax_finish,
-    softmax_step,
-)
+from paceline.kernels._triton.primitives import dot, scores_log2, softmax_finish, softmax_step
 from paceline.kernels._triton.runtime import (
     TileConfig,
     block_dim,
@@ -77,7 +70,6 @@ def _attend_tile(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     WIDEN: tl.constexpr,
-    FOLDED: tl.constexpr,  # the scale is multiplied where the maximum is taken off
     MASKED: tl.constexpr,  # False: every row sees every key of the tile
 ):
     """The online softmax behind one more tile of keys."""
@@ -105,10 +97,7 @@ def _attend_tile(
         else:
             shared_k = tl.load(shared_ptrs, mask=is_shared, other=0.0)
         products = dot(shared_q, tl.trans(shared_k), products, WIDEN)
-    if FOLDED:
-        scores = products
-    else:
-        scores = scores_log2(products, scale, SOFT_CAP)
+    scores = scores_log2(products, scale, SOFT_CAP)
     if MASKED:
         visible = live[None, :] & row_live[:, None]
         ahead = keys[None, :] - position[:, None]
@@ -124,10 +113,7 @@ def _attend_tile(
         v = tl.load(v_ptrs)
     else:
         v = tl.load(v_ptrs, mask=(dims_v < DIM_V)[None, :], other=0.0)
-    if FOLDED:
-        return scaled_softmax_step(scores, scale, v, running_max, running_sum, acc, WIDEN)
-    else:
-        return softmax_step(scores, v, running_max, running_sum, acc, WIDEN)
+    return softmax_step(scores, v, running_max, running_sum, acc, WIDEN)
 
 
 @triton.jit(do_not_specialize=["tokens", "reqs"])
@@ -173,18 +159,15 @@ def _ragged_attention_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
-    PACKED: tl.constexpr,  # divides BLOCK_ROWS and group
     WIDEN: tl.constexpr,
-    FOLDED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
-    QUERIES: tl.constexpr = BLOCK_ROWS // PACKED
-    slot, first_head = tl.program_id(0), tl.program_id(1) * PACKED
+    slot, head = tl.program_id(0), tl.program_id(1)
     request = -1
     for block in range(0, reqs + 1, BLOCK_REQS):
         requests = block + tl.arange(0, BLOCK_REQS)
-        first_slots = tl.load(cu_q_ptr + requests, mask=requests <= reqs, other=0) // QUERIES
+        first_slots = tl.load(cu_q_ptr + requests, mask=requests <= reqs, other=0) // BLOCK_ROWS
         begun = (first_slots + requests <= slot) & (requests <= reqs)
         request += tl.sum(begun.to(tl.int32), 0)
     begin_q, begin_k = tl.load(cu_q_ptr + request), tl.load(cu_k_ptr + request)
@@ -192,36 +175,35 @@ def _ragged_attention_kernel(
     end_k = tl.load(cu_k_ptr + request + 1, mask=request < reqs, other=begin_k)
     let_next_start(OVERLAPPED)
     num_q, num_k = end_q - begin_q, end_k - begin_k
-    first = (slot - begin_q // QUERIES - request) * QUERIES
+    first = (slot - begin_q // BLOCK_ROWS - request) * BLOCK_ROWS
     if first < num_q:
-        rows = first + tl.arange(0, BLOCK_ROWS) // PACKED
-        head = first_head + tl.arange(0, BLOCK_ROWS) % PACKED
+        rows = first + tl.arange(0, BLOCK_ROWS)
         row_live = rows < num_q
         position = rows + num_k - num_q
         token = (begin_q + rows).to(tl.int64)
         dims_k, dims_v = tl.arange(0, BLOCK_DIM_K), tl.arange(0, BLOCK_DIM_V)
         q = tl.load(
-            q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + dims_k[None, :],
+            q_ptr + token[:, None] * stride_q_token + head * stride_q_head + dims_k[None, :],
             mask=row_live[:, None] & (dims_k < DIM_K)[None, :],
             other=0.0,
         )
         shared_q = q
         if DIM_SHARED:
             dims_shared = tl.arange(0, BLOCK_DIM_SHARED)
-            places = token * stride_shared_q_token + head * stride_shared_q_head
+            shared_q_head_ptr = shared_q_ptr + head * stride_shared_q_head
             shared_q = tl.load(
-                shared_q_ptr + places[:, None] + dims_shared[None, :],
+                shared_q_head_ptr + token[:, None] * stride_shared_q_token + dims_shared[None, :],
                 mask=row_live[:, None] & (dims_shared < DIM_SHARED)[None, :],
                 other=0.0,
             )
-        k_head_ptr = k_ptr + (first_head // group) * stride_k_head
-        v_head_ptr = v_ptr + (first_head // group) * stride_v_head
+        k_head_ptr = k_ptr + (head // group) * stride_k_head
+        v_head_ptr = v_ptr + (head // group) * stride_v_head
         lowest, stop = 0, num_k
         if BACK is not None:
             low = tl.maximum(first + num_k - num_q - BACK + 1, 0)
             lowest = low // BLOCK_KEYS * BLOCK_KEYS
         if AHEAD is not None:
-            stop = tl.minimum(num_k, first + QUERIES + num_k - num_q + AHEAD - 1)
+            stop = tl.minimum(num_k, first + BLOCK_ROWS + num_k - num_q + AHEAD - 1)
         end = position
         if ENDS:
             prefix = tl.load(prefix_ptr + request, mask=request < reqs, other=0)
@@ -243,7 +225,7 @@ def _ragged_attention_kernel(
                 scale,
                     running_max, running_sum, acc, BACK, AHEAD, ENDS, SOFT_CAP, DIM_K, DIM_V,
                     DIM_SHARED, BLOCK_DIM_K, BLOCK_DIM_V, BLOCK_DIM_SHARED, BLOCK_ROWS, BLOCK_KEYS,
-                    WIDEN, FOLDED, False,
+                    WIDEN, False,
                 )  # fmt: skip
             lowest = whole
         for start in range(lowest, stop, BLOCK_KEYS):
@@ -252,13 +234,11 @@ def _ragged_attention_kernel(
                 shared_k_ptr, stride_k_token, stride_v_token, stride_shared_k_token, scale,
                 running_max, running_sum, acc, BACK, AHEAD, ENDS, SOFT_CAP, DIM_K, DIM_V,
                 DIM_SHARED, BLOCK_DIM_K, BLOCK_DIM_V, BLOCK_DIM_SHARED, BLOCK_ROWS, BLOCK_KEYS,
-                WIDEN, FOLDED, True,
+                WIDEN, True,
             )  # fmt: skip
         out, lse = softmax_finish(running_max, running_sum, acc)
         tl.store(
-            out_ptr
-            + (token * stride_out_token + head * stride_out_head)[:, None]
-            + dims_v[None, :],
+            out_ptr + token[:, None] * stride_out_token + head * stride_out_head + dims_v[None, :],
             out.to(out_ptr.dtype.element_ty),
             mask=row_live[:, None] & (dims_v < DIM_V)[None, :],
         )
@@ -284,10 +264,8 @@ def launch_ragged_attention(
     lse: Tensor,
     *,
     tiles: TileConfig | None = None,
-    packed: int = 1,
 ) -> None:
-    """One program per `packed` heads and slot of block_rows / packed queries.  tiles: None: the
-    usual."""
+    """One program per head and slot of BLOCK_ROWS queries.  tiles: None: the usual."""
     (tokens, heads, dim), reqs, v_dim = q.shape, cu_q.shape[0] - 1, v.shape[2]
     if not tokens:
         return
@@ -299,7 +277,7 @@ def launch_ragged_attention(
     tiles = tiles or _usual_tiles(dim, v_dim, shared_dim, q.element_size(), programs)
     launch(
         _ragged_attention_kernel,
-        (cdiv(tokens, tiles.block_rows // packed) + reqs + 1, heads // packed),
+        (cdiv(tokens, tiles.block_rows) + reqs + 1, heads),
         q,
         k,
         v,
@@ -339,9 +317,7 @@ def launch_ragged_attention(
         BLOCK_ROWS=tiles.block_rows,
         BLOCK_KEYS=tiles.block_keys,
         BLOCK_REQS=_BLOCK_REQS,
-        PACKED=packed,
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_ragged_attention_kernel),
-        FOLDED=soft_cap is None and not shared_dim,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **overlap_options(q.device, _ragged_attention_kernel),
