@@ -258,7 +258,11 @@ def show(plan: Explanation) -> str:
     """The plan for people."""
     config = plan.config
     others = Counter(layer.mixer for layer in config.layers if layer.mixer != SOFTMAX)
-    mixers = [*map(str, config.heads), *(f"{num} of {mixer}" for mixer, num in others.items())]
+    alone = dict.fromkeys(layer.heads for layer in config.layers if layer.reads_whole)
+    mixers = [
+        *map(str, (*config.heads, *alone)),
+        *(f"{num} of {mixer}" for mixer, num in others.items()),
+    ]
     rows = [
         f"{plan.model}: {config.model_type}, {config.num_layers} layers, {' and '.join(mixers)}, "
         f"weights {gib(plan.fit.weights_bytes)}",

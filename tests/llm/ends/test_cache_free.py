@@ -18,7 +18,7 @@ from paceline.core.modes import End, Pooling
 from paceline.core.options.engine_options import EngineOptions
 from paceline.llm.box.replay import replay
 from paceline.plan.cache_free import without_cache
-from paceline.plan.explain import explain_model
+from paceline.plan.explain import explain_model, show
 from paceline.plan.machine import local_device
 
 CONTEXT = 128
@@ -185,3 +185,8 @@ def test_how_long_a_text_may_be(
     device = local_device("cpu") if gpu is None else gpu_by_name(gpu)
     shape = replace(SHAPE, max_position=length)
     assert without_cache(shape, asked, EngineOptions(**asked), device).reads_whole is is_free
+
+
+def test_explain_names_the_heads_of_layers_that_cache_nothing(embedder: Embedder) -> None:
+    plan = explain_model({"model": str(embedder.folder), "device": "cpu"}, gpu=None)
+    assert "2 layers, 5/1 heads of 24, weights" in show(plan).splitlines()[0]
