@@ -100,6 +100,24 @@ def test_steps_start_before_all_prompts_are_read_and_a_wrong_one_leaves_nothing(
         assert_idle(llm)
 
 
+@pytest.mark.parametrize(("most", "first"), [(4096, 2), (3, 1)])
+def test_the_first_step_has_few_tokens_however_many_a_step_holds(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch, most: int, first: int
+) -> None:
+    monkeypatch.setattr("paceline.llm.requests.FIRST_MOST", most)
+    sizes: list[int] = []
+    with make_llm(embedder, max_num_batched_tokens=20, max_num_seqs=3) as llm:
+        launch = llm._live.runner.launch
+
+        def note(step: Step) -> LaunchedStep:
+            sizes.append(step.layout.num_reqs)
+            return launch(step)
+
+        monkeypatch.setattr(llm._live.runner, "launch", note)
+        llm.embed(random_prompts((3, 4, 5, 4, 3)))
+    assert sizes[0] == first
+
+
 def test_vectors_are_made_while_other_texts_run(
     embedder: Embedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
