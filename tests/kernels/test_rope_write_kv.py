@@ -25,7 +25,7 @@ def run_triton(
     k: Tensor,
     v: Tensor | None,
     *,
-    into: KVSlots,
+    into: KVSlots | None,
     rope: Rope | None,
     norms: HeadNorms | None,
 ) -> None:
@@ -33,7 +33,8 @@ def run_triton(
 
     weights = norms or (None, None, 0.0, False)
     turned = (None, None, 0, ()) if rope is None else (*rope[:3], rope.flat_columns)
-    launch_rope_write_kv(q, k, v, *turned, *weights, *into, block_heads=2)
+    places = into or (None,) * len(KVSlots._fields)
+    launch_rope_write_kv(q, k, v, *turned, *weights, *places, block_heads=2)
 
 
 RUNS = pytest.mark.parametrize("run", [rope_write_kv, run_triton], ids=["op", "triton"])
@@ -239,6 +240,19 @@ def test_where_v_is_in_k_one_row_is_written(run: Run) -> None:
     assert (alone.pools[1] == 9.0).all()
 
 
+@RUNS
+@pytest.mark.parametrize("name", ["plain", "norms", "norms-at-end", "axes-interleaved", "bfloat16"])
+def test_without_slots_q_and_k_change_alike_and_nothing_is_written(run: Run, name: str) -> None:
+    written, alone = make(CASES[name]), make(CASES[name])
+    v = alone.v.clone()
+    written.launch(run)
+    run(alone.q, alone.k, None, into=None, rope=alone.rope, norms=alone.norms)
+    assert torch.equal(alone.q, written.q)
+    assert torch.equal(alone.k, written.k)
+    assert torch.equal(alone.v, v)
+    assert all((pool == 9.0).all() for pool in alone.pools)
+
+
 def test_bad_argument_is_named_with_what_was_expected() -> None:
     good = make(Case(norms="plain"))
     assert good.rope is not None
@@ -269,6 +283,7 @@ def test_bad_argument_is_named_with_what_was_expected() -> None:
             {"into": into._replace(v_scale=torch.ones(1))},
         ),
         ("v_cache must be given with v, and None without it, got float32", {"v": None}),
+        (r"v must be None without slots to write to, got float32 \[5, 2, 16\]", {"into": None}),
         ("v_cache must be given with v, .* got None", {"into": into._replace(v_cache=None)}),
         (
             r"k_scale must be float32 \[1\]",

@@ -125,7 +125,7 @@ def rank_reasons(config: ModelConfig, size: int) -> list[str]:
             reasons.append(f"there are {q} heads")
         if not heads.v_in_k and kv % size and size % kv:
             reasons.append(f"there are {kv} KV heads")
-    if config.reads_whole and size > 1:
+    if config.looks_ahead and size > 1:
         reasons.append("an encoder is not split among ranks")
     if config.encoder_input is not None and size > 1:
         reasons.append("layers that read an encoder are not split among ranks")

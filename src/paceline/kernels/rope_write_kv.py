@@ -1,5 +1,5 @@
 """Everything between the QKV projection and attention, in one launch: per-head norms of q and k,
-rotation in place, and K and V into the paged pool.
+rotation in place, and K and V into the paged pool; where nothing is cached, the former alone.
 
 Each part is defined in its own file (`rms_norm`, `rope`, `write_kv`) and rounds to the model's
 dtype as if it ran alone, so the fused result is their composition.
@@ -28,6 +28,9 @@ class HeadNorms(NamedTuple):
     unit_offset: bool  # the factor is 1 + weight
 
 
+_NOWHERE = (None,) * 5  # in place of KVSlots
+
+
 class KVSlots(NamedTuple):
     """Where the K and V of a step go."""
 
@@ -44,7 +47,7 @@ def rope_write_kv_reference(
     k: Tensor,
     v: Tensor | None,
     *,
-    into: KVSlots,
+    into: KVSlots | None,
     rope: Rope | None,
     norms: HeadNorms | None,
 ) -> None:
@@ -55,6 +58,8 @@ def rope_write_kv_reference(
     if rope is not None:
         for x in (q, k):
             x.copy_(rope_reference(x, *rope))
+    if into is None:
+        return
     write_kv_reference(k, into.k_cache, into.loc, into.k_scale)
     if v is not None and into.v_cache is not None:
         write_kv_reference(v, into.v_cache, into.loc, into.v_scale)
@@ -72,9 +77,9 @@ def _bind_rope_write_kv(
     k_norm: Tensor | None,
     eps: float,
     unit_offset: bool,
-    k_cache: Tensor,
+    k_cache: Tensor | None,
     v_cache: Tensor | None,
-    loc: Tensor,
+    loc: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Run:
@@ -86,9 +91,9 @@ def _bind_rope_write_kv(
         starts, stops, steps = (axis_columns[i::3] for i in range(3))
         columns = [*map(range, starts, stops, steps)]
         parts += bind_rope(q, k, cos_sin, positions, rope_start, columns)
-    parts.append(bind_write_kv(k, k_cache, loc, k_scale))
-    if v is not None and v_cache is not None:
-        parts.append(bind_write_kv(v, v_cache, loc, v_scale))
+    for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if x is not None and cache is not None and loc is not None:
+            parts.append(bind_write_kv(x, cache, loc, scale))
 
     def run() -> None:
         for part in parts:
@@ -106,8 +111,8 @@ def _rope_write_kv_cuda(*arguments: Any) -> None:
 _ROPE_WRITE_KV = define_op(
     "rope_write_kv(Tensor(a!) q, Tensor(b!) k, Tensor? v, Tensor? cos_sin, Tensor? positions, "
     "int rope_start, int[] axis_columns, Tensor? q_norm, Tensor? k_norm, float eps, "
-    "bool unit_offset, "
-    "Tensor(c!) k_cache, Tensor(d!)? v_cache, Tensor loc, Tensor? k_scale, Tensor? v_scale) -> ()",
+    "bool unit_offset, Tensor(c!)? k_cache, Tensor(d!)? v_cache, Tensor? loc, Tensor? k_scale, "
+    "Tensor? v_scale) -> ()",
     bind=_bind_rope_write_kv,
     cuda=_rope_write_kv_cuda,
 )
@@ -118,11 +123,12 @@ def rope_write_kv(
     k: Tensor,
     v: Tensor | None,
     *,
-    into: KVSlots,
+    into: KVSlots | None,
     rope: Rope | None,
     norms: HeadNorms | None,
 ) -> None:
-    """Normalise and rotate q and k in place, where asked, and write K and V to their slots.
+    """Normalise and rotate q and k in place, where asked, and write K and V to their slots; into
+    None: nothing is written, and v is left out.
 
     q: [tokens, heads, head_dim], k: [tokens, kv_heads, head_dim], v: [tokens, kv_heads,
     v_head_dim], one dtype, rows may be strided (slices of a fused QKV output); a rope narrower than
@@ -137,6 +143,18 @@ def rope_write_kv(
     if norms is not None:
         _check_norm("norms.q", norms.q, q)
         _check_norm("norms.k", norms.k, q)
+    _check_slots(k, v, into)
+    rotation = (None, None, 0, ()) if rope is None else (*rope[:3], rope.flat_columns)
+    weights = (None, None, 0.0, False) if norms is None else norms
+    _ROPE_WRITE_KV(q, k, v, *rotation, *weights, *(into or _NOWHERE))
+
+
+def _check_slots(k: Tensor, v: Tensor | None, into: KVSlots | None) -> None:
+    if into is None:
+        if v is not None:
+            remedy = "leave v out where nothing is written"
+            reject("v", expected="None without slots to write to", got=v, remedy=remedy)
+        return
     _check_cache("k", k, into.k_cache, into.k_scale)
     if v is not None and into.v_cache is not None:
         _check_cache("v", v, into.v_cache, into.v_scale)
@@ -154,9 +172,6 @@ def rope_write_kv(
             got=into.loc,
             remedy="pass the group's out_cache_loc of this step",
         )
-    rotation = (None, None, 0, ()) if rope is None else (*rope[:3], rope.flat_columns)
-    weights = (None, None, 0.0, False) if norms is None else norms
-    _ROPE_WRITE_KV(q, k, v, *rotation, *weights, *into)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor | None) -> None:

@@ -170,17 +170,29 @@ class StepContext:
         return torch.where(is_read, x, 0)
 
     def attend_whole(
-        self, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, *, by_triton: bool = False
+        self,
+        spec: LayerSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rope: Rope | None = None,
+        norms: HeadNorms | None = None,
+        by_triton: bool = False,
     ) -> Tensor:
-        """Attention of a layer that caches nothing: to the step's own rows, in both directions.
+        """Attention of a layer that caches nothing: to the step's own rows, in both directions
+        unless it is causal.
 
         Nothing is written and nothing read but q, k and v: such a layer is in no cache group, so
         it has no pool to read by mistake.  Each request's text is whole in the step.
         q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *head_dim].
-        by_triton: on a CPU too.  Returns [padded_tokens, num_heads, v_head_dim].
+        by_triton: on a CPU too.  Returns [padded_tokens, num_heads, v_head_dim].  Normalises and
+        rotates q and k in place, where asked.
         """
-        assert not spec.causal, "a layer that looks back alone has a cache"
-        assert not isinstance(spec.window, Chunk), "chunks are of layers that look back alone"
+        assert spec.reads_whole, "a layer that caches rows attends over its cache"
+        assert not isinstance(spec.window, Chunk), "plan/cache_free.py leaves chunks their cache"
+        if rope is not None or norms is not None:
+            rope_write_kv(q, k, None, into=None, rope=rope, norms=norms)
         cu = self.view.cu_seqlens_q
         out, _ = ragged_attention(
             q,
@@ -188,9 +200,10 @@ class StepContext:
             v,
             cu,
             cu,
-            causal=False,
+            causal=spec.causal,
             scale=spec.scale,
             window=spec.window,
+            soft_cap=spec.soft_cap,
             by_triton=by_triton,
         )
         return out

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import ALONE, whole
-from paceline.kernels.rope import rope_reference
+from paceline.kernels.rope import Rope
 from paceline.layers.attention import StepContext
 from paceline.layers.layer_norm import LayerNorm
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
@@ -41,9 +41,8 @@ class EncoderAttention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         """x [tokens, hidden], positions [tokens] int64 -> [tokens, hidden]."""
         q, k, v = self.qkv(x)
-        if self.cos_sin is not None:
-            q, k = (rope_reference(each, self.cos_sin, positions) for each in (q, k))
-        out: Tensor = self.out(ctx.attend_whole(self.spec, q, k, v).flatten(1))
+        rope = None if self.cos_sin is None else Rope(self.cos_sin, positions)
+        out: Tensor = self.out(ctx.attend_whole(self.spec, q, k, v, rope=rope).flatten(1))
         return out
 
 

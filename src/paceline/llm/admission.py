@@ -17,13 +17,12 @@ from paceline.core.modes import End
 from paceline.core.request.blocks import Blocks
 from paceline.core.request.input_rows import EncoderInput, InputRows
 from paceline.core.request.sampling_params import SamplingParams
-from paceline.core.request.token_ids import packed_ids
+from paceline.core.request.token_ids import exact_ids
 from paceline.engine.grammar import Constraint, Grammar
 from paceline.engine.request import ALIKE, Share
 from paceline.llm.embeds import read_embeds, read_encoder_input
 from paceline.llm.inputs import (
     ChatPrompt,
-    are_ints,
     as_batch,
     as_grammar,
     as_prompt,
@@ -268,17 +267,19 @@ class Admission:
             text, ids = prompt, self.require_tokenizer().encode(prompt)
         else:
             ids = prompt
-        vocab_size, plain = self.config.vocab_size, plain_ids(ids)
-        # Looked at one by one only to be refused: a turn of the engine waits for a loop over many.
-        is_plain = plain is ids or are_ints(plain)
-        packed = _packed(plain, vocab_size) if is_plain else None  # type: ignore[arg-type]
+        vocab_size = self.config.vocab_size
+        packed = _packed(ids, vocab_size)
+        # Looked at one by one where that must be alone: a turn waits for a loop over many.
+        if packed is None:
+            ids = plain_ids(ids)
+            packed = _packed(ids, vocab_size)
         if packed is None:
             known = range(vocab_size)
             place = next(
-                i for i, each in enumerate(plain) if type(each) is not int or each not in known
+                i for i, each in enumerate(ids) if type(each) is not int or each not in known
             )
-            raise self._id_error(place, plain[place], is_text=text is not None)
-        return text, tuple(plain), packed  # type: ignore[arg-type]
+            raise self._id_error(place, ids[place], is_text=text is not None)
+        return text, tuple(ids), packed  # type: ignore[arg-type]
 
     def _id_error(self, place: int, token: object, *, is_text: bool) -> RequestError:
         vocab_size, got = self.config.vocab_size, repr(token)
@@ -342,11 +343,10 @@ class Admission:
         )
 
 
-def _packed(ids: Sequence[int], vocab_size: int) -> bytes | None:
-    """As `packed_ids`; None where one is not of the vocabulary."""
-    try:
-        packed = packed_ids(ids)
-    except OverflowError:
+def _packed(ids: Sequence[object], vocab_size: int) -> bytes | None:
+    """As `exact_ids`; None where one is not of the vocabulary, too."""
+    packed = exact_ids(ids)
+    if packed is None:
         return None
     highest = np.frombuffer(packed, np.uint32).max(initial=0)  # ids below 0 are above all
     return packed if highest < vocab_size else None

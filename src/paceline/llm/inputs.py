@@ -112,16 +112,8 @@ def as_prompt(item: object) -> str | list[object] | ChatPrompt:
 
 
 def plain_ids(ids: Sequence[object]) -> Sequence[object]:
-    """The same, integers of numpy as int.  Where all are int it costs no loop in Python, for which
-    a turn of the engine would wait."""
-    if are_ints(ids):
-        return ids
+    """The same, integers of numpy as int."""
     return [int(token) if isinstance(token, np.integer) else token for token in ids]
-
-
-def are_ints(ids: Sequence[object]) -> bool:
-    """Whether the type of all is int: no other, not even bool."""
-    return list(map(type, ids)).count(int) == len(ids)
 
 
 def spread(params: object, count: int) -> list[object]:

@@ -7,6 +7,7 @@ print(llm.generate("def fibonacci(n):", SamplingParams(temperature=0.0))[0].outp
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -67,7 +68,11 @@ class LLM:
         else:
             prepared = prepare(options if model is None else {"model": model, **options})
         self._booted: Booted | None = boot(prepared, knobs=knobs)
-        self._requests = Requests(prepared.options.seed)
+        self._requests = Requests(
+            prepared.options.seed,
+            most_tokens=known(prepared.options.max_num_batched_tokens),
+            most=known(prepared.options.max_num_seqs),
+        )
 
     @overload
     def generate(
@@ -239,7 +244,9 @@ class LLM:
         params.check(config.pooled_width)
         batch = as_batch(prompts)
         admitted = self.admission.each_end(batch, End.POOL)
-        return embeddings(self._pool(admitted, len(batch), shown=use_tqdm), params)
+        make = partial(embeddings, params=params)
+        engine = self._live.engine
+        return self._requests.run_filling(engine, admitted, len(batch), make=make, shown=use_tqdm)
 
     def score_pairs(
         self,
@@ -257,7 +264,9 @@ class LLM:
         Raises RequestError, of a model without a classifier's head, too.
         """
         admitted = pair_prompts(self.admission, queries, documents)
-        outputs = self._pool(admitted, len(admitted), shown=use_tqdm)
+        outputs = self._requests.run_filling(
+            self._live.engine, admitted, len(admitted), make=list, shown=use_tqdm
+        )
         act = self.prepared.config.label_act
         assert act is not None, "pairs are admitted where they are scored"
         return pair_scores(outputs, IDENTITY if raw else act)
@@ -379,19 +388,6 @@ class LLM:
         its end.
         """
         return self._requests.add_all(self._live.engine, admitted)
-
-    def _pool(
-        self, admitted: Iterable[AdmittedPrompt], count: int, *, shown: bool | None
-    ) -> list[RequestOutput]:
-        options = self.prepared.options
-        return self._requests.run_filling(
-            self._live.engine,
-            admitted,
-            count,
-            most_tokens=known(options.max_num_batched_tokens),
-            most=known(options.max_num_seqs),
-            shown=shown,
-        )
 
     def _abort_all(self, requests: Sequence[Tracker | RequestOutput]) -> None:
         if self._booted is not None:

@@ -20,6 +20,7 @@ from paceline.models.locate import ModelSource
 from paceline.models.packed_layers import Packings
 from paceline.models.size import as_built
 from paceline.plan.attention_choice import mixer_choices, one_backend, phase_choices
+from paceline.plan.cache_free import without_cache
 from paceline.plan.contradictions import refuse_ranks
 from paceline.plan.explain import nearest_if_short
 from paceline.plan.machine import num_gpus_from_current
@@ -89,7 +90,7 @@ def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
     asked = named(asked)
     given = engine_options(asked)
     target = find_target(given, weights=given.load_format != "dummy")
-    config = target.config
+    config = without_cache(target.config, asked, given, target.device)
     asks_gpus = rank == 0 and target.device.device_type == "cuda"
     refuse_ranks(given, config, num_gpus_from_current() if asks_gpus else None)
     parallel = Parallel(rank, given.tensor_parallel_size)

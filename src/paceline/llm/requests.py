@@ -3,8 +3,9 @@
 All of it is done by the thread that owns the engine.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from paceline.core.errors import RequestError
 from paceline.core.progress import Progress
@@ -13,9 +14,12 @@ from paceline.engine.answers.tracker import Tracker
 from paceline.engine.engine import Engine
 from paceline.llm.admission import AdmittedPrompt, indexed, require_admitted
 
+T = TypeVar("T")
+
 # Of the tokens of a step, what starts the first of a call that pools: the device waits for it to
 # be read.  Each step behind it takes twice as many, up to all.
 FIRST_PART = 4
+FIRST_MOST = 4096  # tokens: reading more takes longer than a long step is faster
 
 
 class Requests:
@@ -23,8 +27,11 @@ class Requests:
     seed: repeatably for an engine.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, most_tokens: int, most: int) -> None:
+        """most_tokens, most: of a step, tokens and requests."""
         self._seed = seed
+        self._most_tokens = most_tokens
+        self._most = most
         self._count = 0
 
     def add_all(self, engine: Engine, admitted: Sequence[AdmittedPrompt]) -> list[Tracker]:
@@ -51,31 +58,30 @@ class Requests:
         admitted: Iterable[AdmittedPrompt],
         count: int,
         *,
-        most_tokens: int,
-        most: int,
+        make: Callable[[list[RequestOutput]], list[T]],
         shown: bool | None,
-    ) -> list[RequestOutput]:
+    ) -> list[T]:
         """Run prompts of which nothing is generated, `count` of them, each step as soon as they
         fill it, the first a part of one, so that the device computes while the rest is read.
-        Raises RequestError, and what `admitted` raises; nothing is left running then.
+        Raises RequestError, and what `admitted` and `make` raise; nothing is left running then.
 
-        most_tokens, most: of a step, tokens and requests.
+        make: as of `finish_as`.
         """
-        wanted = most_tokens // FIRST_PART
+        wanted = min(self._most_tokens // FIRST_PART, FIRST_MOST)
         trackers: list[Tracker] = []
         num_tokens = first = 0  # of the next step; its first prompt
         try:
             for index, each in enumerate(admitted):
                 trackers.append(self._add_indexed(engine, each, index, count))
                 num_tokens += len(each.token_ids)
-                if num_tokens >= wanted or len(trackers) - first >= most:
+                if num_tokens >= wanted or len(trackers) - first >= self._most:
                     engine.step()
                     num_tokens, first = 0, len(trackers)
-                    wanted = min(2 * wanted, most_tokens)
+                    wanted = min(2 * wanted, self._most_tokens)
         except BaseException:
             abort_all(engine, trackers)
             raise
-        return finish(engine, trackers, shown=shown)
+        return finish_as(engine, trackers, make, shown=shown)
 
     def _add_or_refuse(
         self, engine: Engine, admitted: AdmittedPrompt | RequestError
@@ -123,22 +129,42 @@ def finish(
     engine: Engine, queued: Sequence[Tracker | RequestOutput], *, shown: bool | None
 ) -> list[RequestOutput]:
     """Run requests to their end; outputs in their order.  shown: as `use_tqdm` of LLM.generate."""
+    return finish_as(engine, queued, list, shown=shown)
+
+
+def finish_as(
+    engine: Engine,
+    queued: Sequence[Tracker | RequestOutput],
+    make: Callable[[list[RequestOutput]], list[T]],
+    *,
+    shown: bool | None,
+) -> list[T]:
+    """As `finish`, in the form that `make` gives outputs: those that end together at once, while
+    the next step runs.  Raises what `make` raises; nothing is left running then."""
     trackers = [each for each in queued if isinstance(each, Tracker)]
-    outputs = {each: each.snapshot() for each in trackers if each.is_finished}
-    left = set(trackers) - outputs.keys()
+    refused = [each for each in queued if not isinstance(each, Tracker)]
+    made: dict[Tracker, T] = {}
+
+    def take(ended: list[Tracker]) -> None:
+        found = make([each.snapshot() for each in ended])
+        made.update(zip(ended, found, strict=True))
+        bar.advance(len(ended))
+
     try:
         with Progress("prompts", len(trackers), unit="prompt", shown=shown) as bar:
-            bar.advance(len(outputs))
+            take([each for each in trackers if each.is_finished])
+            left = set(trackers) - made.keys()
             while left and engine.has_work:
                 grown = engine.step()
                 done = left.intersection(each for each in grown if each.is_finished)
                 left -= done
-                outputs |= {each: each.snapshot() for each in done}  # while the next step runs
-                bar.advance(len(done))
+                take([*done])
+            if left:  # which no turn ended
+                take([*left])
     finally:
         abort_all(engine, trackers)
-    outputs |= {each: each.snapshot() for each in left}
-    return [outputs[each] if isinstance(each, Tracker) else each for each in queued]
+    others = iter(make(refused))
+    return [made[each] if isinstance(each, Tracker) else next(others) for each in queued]
 
 
 def abort_all(engine: Engine, requests: Sequence[Tracker | RequestOutput]) -> None:

@@ -11,7 +11,7 @@ from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import LMHead, OverlaidRows
 from paceline.layers.mixers.latent_attention import LatentAttention
-from paceline.layers.mixers.self_attention import SelfAttention, WholeAttention
+from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Named
 from paceline.models.cross_attention import CrossAttention
@@ -79,11 +79,11 @@ class CausalLM(nn.Module):
 
     def attention_sinks(self) -> tuple[Tensor | None, ...]:
         """[layers that attend over a cache] of [num_heads] float32; None: it has no sinks."""
-        kinds = (SelfAttention, LatentAttention)
         found = [
             module
             for module in self.decoder.modules()
-            if isinstance(module, kinds) and not isinstance(module, WholeAttention)
+            if isinstance(module, LatentAttention)
+            or (isinstance(module, SelfAttention) and not module.spec.reads_whole)
         ]
         found.sort(key=lambda attention: attention.layer_id)
         return tuple(None if layer.sinks is None else layer.sinks.float() for layer in found)

@@ -32,6 +32,7 @@ from paceline.plan.attention_choice import (
     one_backend,
     phase_choices,
 )
+from paceline.plan.cache_free import without_cache
 from paceline.plan.exchanged import Exchanged, exchanged
 from paceline.plan.memory.budget_table import table
 from paceline.plan.memory.demand import Demands
@@ -178,7 +179,7 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
     asked = named(asked)
     given = engine_options(asked)
     target = find_target(given, weights=False, gpu=gpu)
-    config = target.config
+    config = without_cache(target.config, asked, given, target.device)
     parallel = Parallel(0, given.tensor_parallel_size)
     of_rank(config, parallel)
     device = target.device.of_each(parallel.size)
@@ -249,7 +250,11 @@ def show(plan: Explanation) -> str:
     """The plan for people."""
     config = plan.config
     others = Counter(layer.mixer for layer in config.layers if layer.mixer != SOFTMAX)
-    mixers = [*map(str, config.heads), *(f"{num} of {mixer}" for mixer, num in others.items())]
+    alone = dict.fromkeys(layer.heads for layer in config.layers if layer.reads_whole)
+    mixers = [
+        *map(str, (*config.heads, *alone)),
+        *(f"{num} of {mixer}" for mixer, num in others.items()),
+    ]
     rows = [
         f"{plan.model}: {config.model_type}, {config.num_layers} layers, {' and '.join(mixers)}, "
         f"weights {gib(plan.fit.weights_bytes)}",

@@ -5,7 +5,7 @@ here shows what the engine would do there.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -33,6 +33,7 @@ from paceline.plan.memory.demand import Demands
 from paceline.plan.memory.fit import SHORTEST_LEN, Balance, Fit, balance_of, plan_memory
 from paceline.plan.resolution import Resolution
 from paceline.plan.speculation import Speculation, shape_of
+from paceline.plan.step_size import usual_step
 
 CPU_KV_LIMIT = 4 * GIB
 # Longer steps keep the GPU busy while the next operations are launched: a quarter of a full step,
@@ -42,27 +43,10 @@ GPU_GRAPH_TOKENS = (1024, 2048)
 # as long as its launches take; a layer has about 12 hidden_size^2 numbers.  As above of an 8B one.
 POOLED_GRAPH_WORK = 2048 * 4096**2
 CACHES_NOTHING = "the model caches nothing"
+CACHE_FREE = "a step holds the longest text: nothing is written for later ones"
 WITHOUT_GRAPHS = "no graphs; steps are padded as with them, so that answers are the same"
 CPU_GRAPH_ROWS = 64  # requests; calls are cheap beside so many rows
-
-
-@dataclass(frozen=True, slots=True)
-class StepSize:
-    """How much one step holds when nobody says."""
-
-    requests: int
-    tokens: int
-
-
-USUAL_ON_CPU = StepSize(32, 1024)
 CPU_DRAFTING = 1  # request; with more, the bundled head costs more than it gains: decision 036
-# By total memory, the largest first: buffers, graphs and samplers grow with both numbers.
-USUAL_ON_GPU = ((60 * GIB, StepSize(256, 8192)), (35 * GIB, StepSize(128, 4096)))
-USUAL_ON_SMALL_GPU = StepSize(64, 2048)
-# Where nobody decodes, no token waits for the end of a step: on a GPU so many times as long a step
-# gives the host that much longer to prepare the next, and products that much more rows.  Encoders
-# are so fast that they wait for the host to read texts, and begin sooner with a shorter step.
-POOLED_STEPS = 2
 
 
 def resolve(asked: Mapping[str, object], demands: Demands) -> tuple[Resolution, Fit]:
@@ -177,10 +161,11 @@ def _choose_pages(
     drafts = () if speculation is None else speculation.drafter.groups(1)
     keeps_rows = bool(config.heads or drafts)
     if not keeps_rows and not config.has_states:
+        why = CACHES_NOTHING if config.looks_ahead else CACHE_FREE
         refuse_caching(resolution)
-        resolution = resolution.choose("page_size", 16, CACHES_NOTHING)
+        resolution = resolution.choose("page_size", 16, why)
         if resolution.options.enable_prefix_cache:
-            resolution = resolution.instead("enable_prefix_cache", False, CACHES_NOTHING)
+            resolution = resolution.instead("enable_prefix_cache", False, why)
     refuse_pages(resolution.options, config, keeps_rows=keeps_rows)
     why = "a hit ends at a kept state: behind it, a prompt computes less than that again"
     if config.has_states and not keeps_rows:
@@ -310,7 +295,7 @@ def _choose_step(
     samplers and graphs as large, and products where more rows still cost little.
     """
     resolution = _choose_drafting(resolution, device, speculation)
-    options, (usual, why) = resolution.options, _usual(device, config)
+    options, (usual, why) = resolution.options, usual_step(device, config)
     nodes = shape_of(speculation).num_draft_tokens
     each = "one token" if nodes == 1 else f"{nodes} tokens"
     rows, why_rows = usual.requests, why
@@ -343,18 +328,6 @@ def _choose_drafting(
         return resolution
     why = "with more, the bundled model is faster without drafts on a CPU"
     return resolution.choose("speculative_max_batch", CPU_DRAFTING, why)
-
-
-def _usual(device: DeviceFacts, config: ModelConfig) -> tuple[StepSize, str]:
-    if device.device_type == "cpu":
-        return USUAL_ON_CPU, "usual on cpu"
-    size, why = USUAL_ON_SMALL_GPU, f"usual on cuda below {USUAL_ON_GPU[-1][0] // GIB} GiB"
-    for least, larger in reversed(USUAL_ON_GPU):
-        if device.total_bytes >= least:
-            size, why = larger, "usual on cuda"
-    if End.GENERATE in config.ends or config.reads_whole:
-        return size, why
-    return replace(size, tokens=POOLED_STEPS * size.tokens), f"{why} where nothing is generated"
 
 
 def _choose_cpu_cache(

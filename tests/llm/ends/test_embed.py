@@ -15,9 +15,10 @@ from paceline.core.errors import ConfigError, ModelError, RequestError
 from paceline.core.modes import End, Pooling
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Step
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.admission import Admission, AdmittedPrompt
 from paceline.llm.boot import Knobs
-from paceline.llm.ends.vectors import VectorParams, embeddings
+from paceline.llm.ends.vectors import EmbeddingOutput, VectorParams, embeddings
 from paceline.models.config import parse_config
 from paceline.models.ends import with_ends
 from paceline.models.locate import locate
@@ -96,6 +97,50 @@ def test_steps_start_before_all_prompts_are_read_and_a_wrong_one_leaves_nothing(
         assert_vectors(found, [embedder.vector(ids, Pooling.LAST) for ids in prompts])
         with pytest.raises(RequestError, match=r"^prompt\[5\]: prompt must be 1 to 128 tokens"):
             llm.embed([*prompts[:5], [4] * 129])
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize(("most", "first"), [(4096, 2), (3, 1)])
+def test_the_first_step_has_few_tokens_however_many_a_step_holds(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch, most: int, first: int
+) -> None:
+    monkeypatch.setattr("paceline.llm.requests.FIRST_MOST", most)
+    sizes: list[int] = []
+    with make_llm(embedder, max_num_batched_tokens=20, max_num_seqs=3) as llm:
+        launch = llm._live.runner.launch
+
+        def note(step: Step) -> LaunchedStep:
+            sizes.append(step.layout.num_reqs)
+            return launch(step)
+
+        monkeypatch.setattr(llm._live.runner, "launch", note)
+        llm.embed(random_prompts((3, 4, 5, 4, 3)))
+    assert sizes[0] == first
+
+
+def test_vectors_are_made_while_other_texts_run(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where one cannot be, nothing is left running."""
+    prompts = random_prompts((9, 11, 3, 4, 5, 12))
+    made: list[tuple[int, bool]] = []
+    with make_llm(embedder, max_num_batched_tokens=20, max_num_seqs=3) as llm:
+
+        def note(outputs: list[RequestOutput], params: VectorParams) -> list[EmbeddingOutput]:
+            made.append((len(outputs), llm.engine.has_work))
+            return embeddings(outputs, params)
+
+        def fail(outputs: list[RequestOutput], params: VectorParams) -> list[EmbeddingOutput]:
+            raise RequestError(f"{len(outputs)} of {params} failed")
+
+        monkeypatch.setattr("paceline.llm.llm.embeddings", note)
+        found = llm.embed(prompts)
+        assert_vectors(found, [embedder.vector(ids, Pooling.LAST) for ids in prompts])
+        assert made[0][1]
+        assert 0 < made[0][0] < len(prompts) == sum(count for count, _ in made)
+        monkeypatch.setattr("paceline.llm.llm.embeddings", fail)
+        with pytest.raises(RequestError, match=r" failed$"):
+            llm.embed(prompts)
         assert_idle(llm)
 
 

@@ -240,7 +240,8 @@ class LayerSpec:
     rotary_dim: int = 0  # dimensions of a head that rope turns
     state: tuple[RowPart, ...] = ()  # of another mixer than attention: what it keeps of a request
     causal: bool = True  # False: the tokens of a text see one another in both directions, so that
-    # none is known before all are: the layer caches nothing, and a step holds every text whole
+    # none is known before all are
+    cache_free: bool = False  # nothing of a text is kept for later steps (plan/cache_free.py)
     reads_encoder: bool = False  # cross attention: K and V are made of the rows of an encoder
 
     @property
@@ -248,10 +249,16 @@ class LayerSpec:
         return self.mixer == SOFTMAX or self.heads != NO_HEADS
 
     @property
+    def reads_whole(self) -> bool:
+        """Whether a step must hold every text whole: the layer caches nothing, so it is in no cache
+        group, and attends to the step's own rows alone."""
+        return self.cache_free or not self.causal
+
+    @property
     def rows(self) -> tuple[RowPart, ...]:
         """What attention caches of a token; none: nothing."""
         heads = self.heads
-        if not heads.num_kv_heads or not self.causal:
+        if not heads.num_kv_heads or self.reads_whole:
             return ()
         dims = heads.head_dim, heads.v_head_dim
         return kv_parts(heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
@@ -321,13 +328,19 @@ class ModelConfig:
 
     @property
     def reads_whole(self) -> bool:
-        """Whether a step must hold every text whole, since tokens see what comes behind them."""
+        """Whether a step must hold every text whole."""
+        return any(layer.reads_whole for layer in self.layers)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether tokens see what comes behind them."""
         return any(not layer.causal for layer in self.layers)
 
     @property
     def heads(self) -> tuple[Heads, ...]:
         """Of the layers that attend over a cache, each once, those of most layers first."""
-        of_layers = Counter(layer.heads for layer in self.layers if layer.attends and layer.causal)
+        caching = [layer for layer in self.layers if layer.attends and not layer.reads_whole]
+        of_layers = Counter(layer.heads for layer in caching)
         return tuple(heads for heads, _ in of_layers.most_common())
 
     @property

@@ -161,9 +161,9 @@ def _rope_write_kv_kernel(
     positions_ptr,  # [tokens, axes] int64, or None
     q_norm_ptr,  # [DIM], or None
     k_norm_ptr,  # [DIM], or None
-    k_cache_ptr,  # [num_pages, PAGE_SIZE, kv_heads, DIM]
+    k_cache_ptr,  # [num_pages, PAGE_SIZE, kv_heads, DIM], or None: nothing is written
     v_cache_ptr,  # [num_pages, PAGE_SIZE, kv_heads, DIM_V], or None: V is in K
-    loc_ptr,  # [tokens] int64
+    loc_ptr,  # [tokens] int64, or None with k_cache_ptr
     k_scale_ptr,  # [1] float32, or None
     v_scale_ptr,  # [1] float32, or None
     stride_q_token,
@@ -210,6 +210,29 @@ def _rope_write_kv_kernel(
             positions_ptr,
             token,
             q_norm_ptr,
+            eps,
+            None,
+            0,
+            None,
+            DIM,
+            START,
+            HALF,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+            BLOCK_REST,
+            UNIT_OFFSET,
+            AXIS_COLUMNS,
+        )
+    elif k_cache_ptr is None:
+        _heads(
+            k_ptr + token * stride_k_token,
+            stride_k_head,
+            kv_heads,
+            (block - Q_BLOCKS) * BLOCK_HEADS,
+            cos_sin_ptr,
+            positions_ptr,
+            token,
+            k_norm_ptr,
             eps,
             None,
             0,
@@ -287,9 +310,9 @@ def launch_rope_write_kv(
     k_norm: Tensor | None,
     eps: float,
     unit_offset: bool,
-    k_cache: Tensor,
+    k_cache: Tensor | None,
     v_cache: Tensor | None,
-    loc: Tensor,
+    loc: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     *,
@@ -303,7 +326,8 @@ def launch_rope_write_kv(
     half = 0 if cos_sin is None else cos_sin.shape[1] // 2
     kv_heads = k.shape[1]
     own_v = k if v is None else v  # whose sizes nobody reads where there is none
-    own_v_cache = k_cache if v_cache is None else v_cache
+    page_size, k_strides = (1, (0, 0, 0)) if k_cache is None else _pages(k_cache)
+    v_strides = k_strides if v_cache is None else v_cache.stride()[:3]
     q_blocks = cdiv(heads, block_heads) if half or q_norm is not None else 0
     kv_blocks = cdiv(kv_heads, block_heads)
     launch(
@@ -324,12 +348,12 @@ def launch_rope_write_kv(
         *q.stride()[:2],
         *k.stride()[:2],
         *own_v.stride()[:2],
-        *k_cache.stride()[:3],
-        *own_v_cache.stride()[:3],
+        *k_strides,
+        *v_strides,
         heads,
         kv_heads,
         eps,
-        PAGE_SIZE=k_cache.shape[1],
+        PAGE_SIZE=page_size,
         DIM=dim,
         DIM_V=own_v.shape[2],
         START=rope_start,
@@ -346,6 +370,11 @@ def launch_rope_write_kv(
         or _num_warps(block_heads * next_power_of_2(dim), quantised=k_scale is not None),
         **overlap_options(q.device, _rope_write_kv_kernel),
     )
+
+
+def _pages(cache: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Tokens of a page, and the strides of a page, a slot and a head."""
+    return cache.shape[1], cache.stride()[:3]
 
 
 def _num_warps(elements: int, *, quantised: bool) -> int:

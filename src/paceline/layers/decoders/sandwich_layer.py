@@ -6,7 +6,7 @@ from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
 from paceline.layers.decoders.decoder_layer import DecoderLayer
-from paceline.layers.mixers.self_attention import SelfAttention, WholeAttention
+from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
 from paceline.layers.rank_sum import Unsummed
 from paceline.layers.rms_norm import RMSNorm
@@ -33,7 +33,7 @@ class SandwichLayer(DecoderLayer):
 
         spec = config.layers[layer_id]
         head_dim = spec.heads.head_dim
-        self.attention = (SelfAttention if spec.causal else WholeAttention)(
+        self.attention = SelfAttention(
             config,
             layer_id,
             cos_sin=cos_sin,

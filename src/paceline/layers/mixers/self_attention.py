@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel, Span, whole
-from paceline.kernels.rope import Rope, rope_reference
+from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms
 from paceline.kernels.sigmoid_gate import sigmoid_gate
 from paceline.layers.attention import StepContext
@@ -81,7 +81,10 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """q, k and v as of `project` -> [tokens, num_heads, head_dim]."""
         rope = None if self.cos_sin is None else Rope(self.cos_sin, positions, 0, self.axis_columns)
-        return ctx.attend(self.layer_id, q, k, v, rope=rope, norms=self.head_norms())
+        norms = self.head_norms()
+        if self.spec.reads_whole:
+            return ctx.attend_whole(self.spec, q, k, v, rope=rope, norms=norms)
+        return ctx.attend(self.layer_id, q, k, v, rope=rope, norms=norms)
 
     def norm_rows(self) -> tuple[Span, Span]:
         """Of the stored norms of Q and K, what is held: all, which is one head's."""
@@ -98,26 +101,6 @@ class SelfAttention(nn.Module):
             return None
         weights = self.q_norm.weight, self.k_norm.weight
         return HeadNorms(*weights, self.q_norm.eps, self.q_norm.unit_offset)
-
-
-class WholeAttention(SelfAttention):
-    """One layer whose tokens see those behind them, too: it caches nothing."""
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, ctx: StepContext
-    ) -> Tensor:
-        """As of `SelfAttention`, with positions [tokens]."""
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
-        if self.cos_sin is not None:
-            q, k = (rope_reference(each, self.cos_sin, positions) for each in (q, k))
-        return ctx.attend_whole(self.spec, q, k, v)
-
-
-def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
-    """x [tokens, heads, head_dim], whose rows may be strided -> a new tensor of the same shape."""
-    normed: Tensor = norm(x.reshape(-1, x.shape[-1]))
-    return normed.view(x.shape)
 
 
 class GatedAttention(SelfAttention):

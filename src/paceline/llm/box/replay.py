@@ -55,6 +55,10 @@ _OF_DEVICES = frozenset(
         "threads",
     }
 )
+# What it says of a cache where the model has none, and what may not be asked then.
+_OF_NO_CACHE = frozenset(
+    {"attention_backend", "enable_prefix_cache", "kv_cache_dtype", "page_size"}
+)
 # What it chooses by another option, which may rule out what was chosen before.
 _FOLLOWING = {
     "attention_backend": {"latent_expand_backend"},
@@ -98,6 +102,8 @@ def options_of(record: Record, asked: Mapping[str, object]) -> dict[str, object]
         left |= _OF_DEVICES
     for name in _FOLLOWING.keys() & asked.keys():
         left |= _FOLLOWING[name]
+    if not record.made.num_pages:
+        left |= _OF_NO_CACHE
     if options["page_size"] == options.get("state_checkpoint_every"):
         left.add("page_size")  # it follows, and may not be asked where states are alone
     left &= set(record.made.chosen)
