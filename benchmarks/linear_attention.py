@@ -136,10 +136,10 @@ def _inputs(kind: str, tokens: int, device: torch.device) -> Any:
     per_head = torch.rand(tokens, shape.value_heads, device=device)
     if kind == GDN:
         return GdnInputs(
-            rows.view(tokens, shape.key_heads, -1), weight, -per_head, per_head.flip(0)
+            rows.view(tokens, shape.key_heads, -1), weight, (-per_head, per_head.flip(0))
         )
     skip = torch.randn(shape.value_heads, device=device)
-    return Mamba2Inputs(rows, weight, None, -per_head, per_head.flip(0), skip)
+    return Mamba2Inputs(rows, weight, None, (-per_head, per_head.flip(0)), skip)
 
 
 def backend_run(work: Work, name: str) -> tuple[Run, Callable[[], list[Tensor]]]:
@@ -187,7 +187,7 @@ def fla_run(work: Work) -> Run:
     key, value = (shape.key_heads, shape.key_dim), (shape.value_heads, shape.value_dim)
     q, k = (torch.randn(*rows, *key, device=device).bfloat16() for _ in range(2))
     v = torch.randn(*rows, *value, device=device).bfloat16()
-    g, beta = (each.view(*rows, -1) for each in (work.inputs.decay, work.inputs.beta))
+    g, beta = (each.view(*rows, -1) for each in work.inputs.rates)
     call = fused_recurrent_gated_delta_rule if rows[1] == 1 else chunk_gated_delta_rule
 
     def run(layer: int) -> Any:

@@ -28,9 +28,9 @@ HARMLESS |= {
     "static_range",
     "where",
 }
-WEIGHTS = {"weight_ptr", "weight_scale_ptr", "bias_ptr", "log_ptr"}
+WEIGHTS = {"weight_ptr", "weight_scale_ptr", "bias_ptr", "log_ptr", "rate_bias_ptr"}
 # Of kernels that stand behind one of SETTLING, see launch.py: what was written before it.
-SETTLING = ("state_inputs._state_inputs_kernel", "decay_rates._decay_rates_kernel")
+SETTLING = ("state_inputs._state_inputs_kernel", "state_step._state_step_kernel")
 SETTLED = {
     "state_step._state_step_kernel": {"state_ptr", "slots_ptr", "window_ptr"},
     "state_rows._state_rows_kernel": {"state_ptr", "slots_ptr"},
