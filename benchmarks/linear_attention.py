@@ -3,10 +3,10 @@
     PYTHONPATH=src python benchmarks/linear_attention.py
 
 A gated delta net of Qwen 3 Next's shape and Mamba 2 of 2.7B, bfloat16, states in shuffled slots.
-Ours first meets torch's backend on the same step, then all are timed in turns,
-in CUDA graphs of layers whose states exceed the L2 cache.  `fla` is the recurrence alone, of gated
-delta nets, without convolution and slots; it is left out where it cannot be imported.  A table for
-people, then one JSON document as the last line.
+Ours first meets torch's backend on the same step, then all are timed in turns, in CUDA graphs of
+layers whose states exceed the L2 cache; both make rates of what a layer projects.  `fla` is the
+recurrence alone, of gated delta nets, without convolution, slots and rates; it is left out where it
+cannot be imported.  A table for people, then one JSON document as the last line.
 """
 
 import argparse
@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.attention.linear.inputs import GdnInputs, Mamba2Inputs
+from paceline.attention.linear.inputs import GdnInputs, Mamba2Inputs, made_rates
 from paceline.attention.linear.shape import CONV, GDN, MAMBA2, STATE, LinearShape
 from paceline.attention.mixers import load_state_backend
 from paceline.attention.states import StateBackend, StateLayer, StateLimits
 from paceline.bench.interleaved import time_interleaved
 from paceline.core.modes import MaskKind
+from paceline.kernels.decay_rates import ENDLESS, RawRates
 from paceline.kernels.step_view import GroupView, StepView
 from paceline.plan.machine import local_device, versions
 
@@ -133,13 +134,18 @@ def _inputs(kind: str, tokens: int, device: torch.device) -> Any:
     shape = SHAPES[kind]
     rows = torch.randn(tokens, shape.channels, device=device).bfloat16()
     weight = torch.randn(shape.channels, shape.conv_width, device=device).bfloat16()
-    per_head = torch.rand(tokens, shape.value_heads, device=device)
+    parts, numbers = (shape.key_heads, 2 * shape.per_key) if kind == GDN else (1, shape.value_heads)
+    rates = RawRates(
+        torch.randn(tokens, parts, numbers, device=device).bfloat16(),
+        torch.randn(shape.value_heads, device=device),
+        torch.zeros(shape.value_heads, device=device),
+        ENDLESS,
+        has_beta=kind == GDN,
+    )
     if kind == GDN:
-        return GdnInputs(
-            rows.view(tokens, shape.key_heads, -1), weight, -per_head, per_head.flip(0)
-        )
+        return GdnInputs(rows.view(tokens, shape.key_heads, -1), weight, rates)
     skip = torch.randn(shape.value_heads, device=device)
-    return Mamba2Inputs(rows, weight, None, -per_head, per_head.flip(0), skip)
+    return Mamba2Inputs(rows, weight, None, rates, skip)
 
 
 def backend_run(work: Work, name: str) -> tuple[Run, Callable[[], list[Tensor]]]:
@@ -187,7 +193,7 @@ def fla_run(work: Work) -> Run:
     key, value = (shape.key_heads, shape.key_dim), (shape.value_heads, shape.value_dim)
     q, k = (torch.randn(*rows, *key, device=device).bfloat16() for _ in range(2))
     v = torch.randn(*rows, *value, device=device).bfloat16()
-    g, beta = (each.view(*rows, -1) for each in (work.inputs.decay, work.inputs.beta))
+    g, beta = (each.view(*rows, -1) for each in made_rates(work.inputs.rates))
     call = fused_recurrent_gated_delta_rule if rows[1] == 1 else chunk_gated_delta_rule
 
     def run(layer: int) -> Any:

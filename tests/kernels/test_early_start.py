@@ -5,6 +5,8 @@ such kernel waiting: then none ends before all kernels before it have.  No inter
 """
 
 import ast
+import inspect
+import textwrap
 from collections.abc import Set
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import paceline.kernels
+from paceline.layers.weights.dense import DenseTable
 
 FOLDER = Path(paceline.kernels.__path__[0]) / "_triton"
 WAIT = "wait_for_inputs"
@@ -28,9 +31,9 @@ HARMLESS |= {
     "static_range",
     "where",
 }
-WEIGHTS = {"weight_ptr", "weight_scale_ptr", "bias_ptr", "log_ptr"}
+WEIGHTS = {"weight_ptr", "weight_scale_ptr", "bias_ptr", "log_ptr", "rate_bias_ptr"}
 # Of kernels that stand behind one of SETTLING, see launch.py: what was written before it.
-SETTLING = ("state_inputs._state_inputs_kernel", "decay_rates._decay_rates_kernel")
+SETTLING = ("state_inputs._state_inputs_kernel", "state_step._state_step_kernel")
 SETTLED = {
     "state_step._state_step_kernel": {"state_ptr", "slots_ptr", "window_ptr"},
     "state_rows._state_rows_kernel": {"state_ptr", "slots_ptr"},
@@ -152,6 +155,13 @@ def test_what_stands_before_states_waits_before_it_lets_who_reads_them_start(nam
     (waits,) = (at for at, statement in enumerate(body) if is_wait(statement))
     lets = [at for at, each in enumerate(body) if "let_next_start" in ast.dump(each)]
     assert lets == [waits + 1]
+
+
+def test_torch_looks_embeddings_up_and_overtakes_nothing() -> None:
+    """What the `state_step` of a model's first layer rests on, see launch.py."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(DenseTable.apply)))
+    calls = {called(node) for node in ast.walk(source) if isinstance(node, ast.Call)}
+    assert calls == {"index_select"}
 
 
 @pytest.mark.parametrize(

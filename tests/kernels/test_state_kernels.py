@@ -9,6 +9,7 @@ from torch import Tensor
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels.commit_states import commit_states, commit_states_reference
 from paceline.kernels.conv_rows import next_windows_reference, places_of
+from paceline.kernels.decay_rates import ENDLESS, RawRates
 from paceline.kernels.extend_states import (
     Chunks,
     StateRows,
@@ -66,6 +67,10 @@ def some_rows(num: int, *, delta: bool) -> tuple[HeadRows, Rates, StateRows]:
     v = heads.v if delta else heads.v * rate.unsqueeze(2)
     told = StateRows(heads.q, heads.k, v, decay, rate if delta else None)
     return heads, Rates(decay, rate, skip, delta), told
+
+
+def raw_rates(given: Tensor, *, has_beta: bool) -> RawRates:
+    return RawRates(given, noise(2), noise(2), ENDLESS, has_beta)
 
 
 def with_skip(out: Tensor, heads: HeadRows, rates: Rates) -> Tensor:
@@ -135,8 +140,11 @@ def test_inputs_of_prompts_are_convolved_along_runs() -> None:
     assert torch.equal(kept, given.rows.flatten(1))
 
 
+@pytest.mark.parametrize("is_raw", [False, True], ids=["made", "raw"])
 @BOTH
-def test_a_step_of_one_row_each_convolves_and_writes_state_and_window(delta: bool) -> None:
+def test_a_step_of_one_row_each_convolves_and_writes_state_and_window(
+    delta: bool, is_raw: bool
+) -> None:
     """As state_inputs and then the definition of rows, of three tiles of columns."""
     key_heads, heads, key_dim, value_dim = 2, 4, 5, 20
     channels = 2 * key_heads * key_dim + heads * value_dim
@@ -157,7 +165,15 @@ def test_a_step_of_one_row_each_convolves_and_writes_state_and_window(delta: boo
         SLOT_LIST,
         torch.tensor([[2, 3], [4, 5]]),
     )
-    decay, rate = -noise(2, heads).abs(), noise(2, heads, seed=2).sigmoid()
+    numbers = (2 if delta else 1) * heads // key_heads
+    raw = RawRates(
+        noise(3, key_heads, numbers + 1)[::2, :, :numbers],
+        noise(heads, seed=3),
+        noise(heads, seed=4) / 3,
+        ENDLESS if delta else (0.5, 1.0),
+        has_beta=delta,
+    )
+    decay, rate = raw.made()
     rates = Rates(decay, rate, None if delta else noise(heads), delta)
     rows = head_rows(given.rows, 2, (key_heads, key_dim), (heads, value_dim), torch.float32)
     state_inputs_reference(given, laid, eps=eps, scale=0.5, out=rows)
@@ -169,7 +185,18 @@ def test_a_step_of_one_row_each_convolves_and_writes_state_and_window(delta: boo
     untouched = state[1].clone()
     arrived, out = torch.zeros(3, key_heads, dtype=torch.int32), torch.full(rows.v.shape, torch.nan)
     step = StepInputs(*given[:5])
-    state_step(step, laid, rates, state, eps=eps, scale=0.5, arrived=arrived, out=out)
+    state_step(
+        step,
+        laid,
+        raw if is_raw else (decay, rate),
+        state,
+        skip=rates.skip,
+        is_delta=delta,
+        eps=eps,
+        scale=0.5,
+        arrived=arrived,
+        out=out,
+    )
     near(out, with_skip(wanted.out, rows, rates))
     near(state[[3, 2]], wanted.states)
     new = given.rows.flatten(1).unsqueeze(2)
@@ -346,6 +373,9 @@ def test_rows_of_another_form_are_refused(change: dict[str, Any], text: str) -> 
         ({"state": noise(SLOTS, 3, 5, 10)}, "state must be contiguous"),
         ({"arrived": torch.zeros(1, 1, dtype=torch.int32)}, "arrived must be contiguous int32"),
         ({"arrived": torch.zeros(2, 1)}, "arrived must be contiguous int32"),
+        ({"rates": (noise(2, 4)[:, ::2], noise(2, 2))}, "decay must be float32 with contiguous"),
+        ({"rates": raw_rates(noise(2, 1, 4), has_beta=False)}, "rates must be numbers with beta"),
+        ({"rates": raw_rates(noise(2, 1, 2), has_beta=True)}, r"given must be .* of 2 heads"),
     ],
 )
 def test_a_step_of_another_form_is_refused(change: dict[str, Any], text: str) -> None:
@@ -357,15 +387,18 @@ def test_a_step_of_another_form_is_refused(change: dict[str, Any], text: str) ->
         "slots": SLOT_LIST,
         "state": noise(SLOTS, 2, 5, 10),
         "arrived": torch.zeros(2, 1, dtype=torch.int32),
+        "rates": (noise(2, 2), noise(2, 2)),
     } | change
-    state, arrived = whole.pop("state"), whole.pop("arrived")
-    rates, out = Rates(noise(2, 2), noise(2, 2), None, is_delta=True), noise(2, 2, 10)
+    state, arrived, rates = (whole.pop(name) for name in ("state", "arrived", "rates"))
+    out = noise(2, 2, 10)
     with pytest.raises(KernelArgumentError, match=text):
         state_step(
             StepInputs(**whole),
             HeadChannels(0, 5, 10, 30, 30),
             rates,
             state,
+            skip=None,
+            is_delta=True,
             eps=1e-6,
             scale=0.5,
             arrived=arrived,

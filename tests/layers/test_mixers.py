@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.attention import mixers
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import GraphSupport
-from paceline.attention.linear.inputs import GdnInputs
+from paceline.attention.linear.inputs import GdnInputs, made_rates
 from paceline.attention.registry import Choice
 from paceline.attention.states import StateConfig, unsupported_reasons
 from paceline.cache.pool import KVFormat
@@ -251,5 +251,5 @@ def test_rates_have_memory_of_their_own() -> None:
     layer = GatedDeltaNet(config, 0, parallel=Parallel(), placement=placement)
     layer(torch.zeros(3, 8), torch.arange(3), Context())
     [inputs] = given
-    assert inputs.beta.is_contiguous()
-    assert inputs.decay.is_contiguous()
+    for made in made_rates(inputs.rates):
+        assert made.is_contiguous()

@@ -7,7 +7,7 @@ takes from the token a rate beta, too, sigmoid(b), which lies before a in each o
 no limits; Mamba 2 (arXiv:2405.21060) goes on with the step.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,21 @@ from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 
 ENDLESS = (0.0, float("inf"))  # limits that no step meets
+
+
+class RawRates(NamedTuple):
+    """What rates are made of: by `decay_rates`, or by a kernel that reads them of states."""
+
+    given: Tensor  # [tokens, parts, heads // parts], or with has_beta twice as many
+    bias: Tensor  # [heads]  float32
+    log: Tensor  # [heads]  float32
+    limits: tuple[float, float]
+    has_beta: bool
+
+    def made(self) -> tuple[Tensor, Tensor]:
+        """As `decay_rates`."""
+        given, bias, log, limits, has_beta = self
+        return decay_rates(given, bias, log, limits=limits, has_beta=has_beta)
 
 
 def decay_rates_reference(
@@ -59,6 +74,17 @@ _DECAY_RATES = define_op(
 )
 
 
+def require_given(given: Tensor, heads: int, *, has_beta: bool) -> None:
+    """Raise KernelArgumentError unless kernels can read rates of so many heads from it."""
+    if given.stride(2) != 1 or given.shape[1:].numel() != (2 if has_beta else 1) * heads:
+        reject(
+            "given",
+            expected=f"[tokens, parts, ...] of {heads} heads with a contiguous last dimension",
+            got=given,
+            remedy="pass what the layer projects for its heads",
+        )
+
+
 def decay_rates(
     given: Tensor,
     bias: Tensor,
@@ -74,13 +100,7 @@ def decay_rates(
     Graph-safe: the grid depends on shapes only.  Raises KernelArgumentError.
     """
     heads = bias.shape[0]
-    if given.stride(2) != 1 or given.shape[1:].numel() != (2 if has_beta else 1) * heads:
-        reject(
-            "given",
-            expected=f"[tokens, parts, ...] of {heads} heads with a contiguous last dimension",
-            got=given,
-            remedy="pass what the layer projects for its heads",
-        )
+    require_given(given, heads, has_beta=has_beta)
     decay, rate = (
         torch.empty((given.shape[0], heads), dtype=torch.float32, device=given.device)
         for _ in range(2)

@@ -1,16 +1,18 @@
 """state_step: a row of each request over its state, convolution and all, in one pass over both.
 
 It is `state_inputs` and then `state_rows` for steps of one row a request, which write their slots:
-decodes.  What comes out is defined in conv_rows and extend_states.
+decodes.  What comes out is defined in conv_rows and extend_states.  Rates are given, or made here,
+as decay_rates defines them: a launch less between a product and states.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject, require_triton
 from paceline.kernels.custom_op import define_op
+from paceline.kernels.decay_rates import ENDLESS, RawRates, require_given
 from paceline.kernels.state_inputs import HeadChannels
 from paceline.kernels.state_rows import Rates, require_rates
 
@@ -34,8 +36,9 @@ def _launch(*arguments: object) -> None:
 
 _STATE_STEP = define_op(
     "state_step(Tensor rows, Tensor weight, Tensor? bias, Tensor(a!) window, Tensor slots, "
-    "int[] channels, float? eps, float scale, Tensor decay, Tensor rate, Tensor? skip, "
-    "bool is_delta, Tensor(b!) state, Tensor(c!) arrived, Tensor(d!) out) -> ()",
+    "int[] channels, float? eps, float scale, Tensor decay, Tensor? rate, Tensor? rate_bias, "
+    "Tensor? log, float least, float most, Tensor? skip, bool is_delta, Tensor(b!) state, "
+    "Tensor(c!) arrived, Tensor(d!) out) -> ()",
     cpu=_launch,
     cuda=_launch,
 )
@@ -44,9 +47,11 @@ _STATE_STEP = define_op(
 def state_step(
     given: StepInputs,
     channels: HeadChannels,
-    rates: Rates,
+    rates: RawRates | tuple[Tensor, Tensor],
     state: Tensor,
     *,
+    skip: Tensor | None,
+    is_delta: bool,
     eps: float | None,
     scale: float,
     arrived: Tensor,
@@ -54,11 +59,12 @@ def state_step(
 ) -> None:
     """What a row of each request reads of its state, behind the convolution.
 
-    channels, eps, scale: as of `state_inputs`; state: [num_slots, value_heads, key_dim, value_dim],
-    the part of one layer; arrived: [reqs or more, key_heads] int32 zeros, which are zeros again
-    behind it; out: [reqs, value_heads, value_dim].  Mutates `state` and the window of `given` where
-    requests write, `arrived` and `out`.  Triton on every device.  Graph-safe: shapes are static.
-    Raises KernelArgumentError.
+    channels, eps, scale: as of `state_inputs`; rates: (decay, rate) of `Rates`, as are skip and
+    is_delta, or what they are made of, with beta where is_delta; state: [num_slots, value_heads,
+    key_dim, value_dim], the part of one layer; arrived: [reqs or more, key_heads] int32 zeros,
+    which are zeros again behind it; out: [reqs, value_heads, value_dim].  Mutates `state` and the
+    window of `given` where requests write, `arrived` and `out`.  Triton on every device.
+    Graph-safe: shapes are static.  Raises KernelArgumentError.
     """
     rows, size, (reqs, heads, value_dim) = given.rows, given.weight.shape, out.shape
     if rows.shape[0] != given.slots.shape[0] or rows.stride(2) != 1:
@@ -75,16 +81,23 @@ def state_step(
     if arrived.dtype != torch.int32 or not arrived.is_contiguous() or arrived.shape[0] < reqs:
         expected = f"contiguous int32 [{reqs} or more, key_heads]"
         reject("arrived", expected=expected, got=arrived, remedy="pass what the plan holds")
-    require_rates(rates)
+    if isinstance(rates, RawRates):
+        if rates.has_beta != is_delta:
+            expected = f"numbers {'with' if is_delta else 'without'} beta"
+            reject("rates", expected=expected, got=rates.given, remedy="only delta rules have it")
+        require_given(rates.given, heads, has_beta=is_delta)
+        numbers: tuple[Any, ...] = (rates.given, None, rates.bias, rates.log, *rates.limits)
+    else:
+        require_rates(Rates(*rates, skip, is_delta))
+        numbers = (*rates, None, None, *ENDLESS)
     _STATE_STEP(
         *given,
         list(channels),
         eps,
         scale,
-        rates.decay,
-        rates.rate,
-        rates.skip,
-        rates.is_delta,
+        *numbers,
+        skip,
+        is_delta,
         state,
         arrived,
         out,

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from paceline.attention.linear.inputs import NORM_EPS, GdnInputs
+from paceline.attention.linear.inputs import NORM_EPS, GdnInputs, made_rates
 from paceline.attention.linear.rows import LinearPlan, convolve, extend_states
 from paceline.attention.linear.shape import GDN
 from paceline.attention.linear.torch_backend import TorchLinear
@@ -23,12 +23,13 @@ class TorchGdn(TorchLinear[GdnInputs]):
         q, k, v = mixed.view(-1, shape.key_heads, shape.channels // shape.key_heads).split(
             (shape.key_dim, shape.key_dim, shape.per_key * shape.value_dim), dim=2
         )
+        decay, beta = made_rates(inputs.rates)
         rows = StateRows(
             q=_unit(q) * shape.key_dim**-0.5,
             k=_unit(k),
             v=v.reshape(-1, shape.value_heads, shape.value_dim),
-            decay=inputs.decay,
-            beta=inputs.beta,
+            decay=decay,
+            beta=beta,
         )
         return extend_states(rows, layer, plan).to(inputs.qkv.dtype)
 

@@ -8,7 +8,6 @@ from paceline.attention.linear.shape import GDN
 from paceline.attention.linear.triton_backend import DecodePlan, TritonLinear, extend_heads
 from paceline.attention.states import StateLayer
 from paceline.kernels.state_inputs import HeadChannels
-from paceline.kernels.state_rows import Rates
 
 
 class TritonGdn(TritonLinear[GdnInputs]):
@@ -25,10 +24,12 @@ class TritonGdn(TritonLinear[GdnInputs]):
             inputs.qkv,
             inputs.conv_weight,
             None,
-            Rates(inputs.decay, inputs.beta, None, is_delta=True),
+            inputs.rates,
+            None,
             layer,
             plan,
             channels=HeadChannels(0, dim, 2 * dim, step, step),
             eps=NORM_EPS,
             scale=dim**-0.5,
+            is_delta=True,
         )

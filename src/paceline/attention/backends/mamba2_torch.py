@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from paceline.attention.linear.inputs import Mamba2Inputs
+from paceline.attention.linear.inputs import Mamba2Inputs, made_rates
 from paceline.attention.linear.rows import LinearPlan, convolve, extend_states
 from paceline.attention.linear.shape import MAMBA2
 from paceline.attention.linear.torch_backend import TorchLinear
@@ -21,12 +21,13 @@ class TorchMamba2(TorchLinear[Mamba2Inputs]):
         mixed = convolve(inputs.xbc, inputs.conv_weight, inputs.conv_bias, layer, plan)
         x, b, c = mixed.split((shape.value_size, shape.key_size, shape.key_size), dim=1)
         heads = (-1, shape.key_heads, shape.key_dim)
+        decay, dt = made_rates(inputs.rates)
         x = x.reshape(-1, shape.value_heads, shape.value_dim).float()
         rows = StateRows(
             q=c.reshape(heads),
             k=b.reshape(heads),
-            v=x * inputs.dt.unsqueeze(2),
-            decay=inputs.decay,
+            v=x * dt.unsqueeze(2),
+            decay=decay,
             beta=None,
         )
         out: Tensor = extend_states(rows, layer, plan) + x * inputs.skip.float().unsqueeze(1)

@@ -8,7 +8,6 @@ from paceline.attention.linear.shape import MAMBA2
 from paceline.attention.linear.triton_backend import DecodePlan, TritonLinear, extend_heads
 from paceline.attention.states import StateLayer
 from paceline.kernels.state_inputs import HeadChannels
-from paceline.kernels.state_rows import Rates
 
 
 class TritonMamba2(TritonLinear[Mamba2Inputs]):
@@ -26,7 +25,8 @@ class TritonMamba2(TritonLinear[Mamba2Inputs]):
             inputs.xbc.unsqueeze(1),
             inputs.conv_weight,
             inputs.conv_bias,
-            Rates(inputs.decay, inputs.dt, inputs.skip, is_delta=False),
+            inputs.rates,
+            inputs.skip,
             layer,
             plan,
             channels=HeadChannels(
@@ -38,4 +38,5 @@ class TritonMamba2(TritonLinear[Mamba2Inputs]):
             ),
             eps=None,
             scale=1.0,
+            is_delta=False,
         )

@@ -6,8 +6,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from paceline.attention.linear.shape import GDN, MAMBA2
+from paceline.kernels.decay_rates import RawRates
 
 NORM_EPS = 1e-6  # in the norms of a gated delta net's queries and keys
+# Of each value head: the decay, log and at most 0, and the rate, each [padded_tokens, value_heads]
+# float32; or what they are made of, for backends whose kernels make them.
+HeadRates = RawRates | tuple[Tensor, Tensor]
+
+
+def made_rates(rates: HeadRates) -> tuple[Tensor, Tensor]:
+    """(decay, rate), each [padded_tokens, value_heads] float32."""
+    return rates.made() if isinstance(rates, RawRates) else rates
 
 
 class GdnInputs(NamedTuple):
@@ -15,8 +24,7 @@ class GdnInputs(NamedTuple):
 
     qkv: Tensor  # [padded_tokens, key_heads, channels // key_heads]  a head's query, key, values
     conv_weight: Tensor  # [channels, width]  the token's own tap last
-    decay: Tensor  # [padded_tokens, value_heads]  float32  log; at most 0
-    beta: Tensor  # [padded_tokens, value_heads]  float32  0 to 1
+    rates: HeadRates  # the rate is beta, 0 to 1
 
 
 class Mamba2Inputs(NamedTuple):
@@ -25,8 +33,7 @@ class Mamba2Inputs(NamedTuple):
     xbc: Tensor  # [padded_tokens, channels]  values x, keys B, queries C, head by head
     conv_weight: Tensor  # [channels, width]  the token's own tap last
     conv_bias: Tensor | None  # [channels]
-    decay: Tensor  # [padded_tokens, value_heads]  float32  log; at most 0
-    dt: Tensor  # [padded_tokens, value_heads]  float32  times x is what is written
+    rates: HeadRates  # the rate is dt, which times x is what is written
     skip: Tensor  # [value_heads]  times x is added to what is read
 
 

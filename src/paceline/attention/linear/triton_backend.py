@@ -1,8 +1,9 @@
 """What the Triton backends of linear attention share: all but how inputs become rows.
 
 Buffers are torch's, and so is the plan, but of decodes of a few requests (linear/rows.py): a layer
-of these is one launch, `state_step`.  All else is two: `state_inputs` convolves, and one kernel
-reads and writes states and windows, or keeps what a round's commit needs.
+of these is one launch, `state_step`, which makes rates, too.  All else is two behind the rates:
+`state_inputs` convolves, and one kernel reads and writes states and windows, or keeps what a
+round's commit needs.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from paceline.attention.capability import triton_reasons
 from paceline.attention.contract import GraphSupport
+from paceline.attention.linear.inputs import HeadRates, made_rates
 from paceline.attention.linear.rows import (
     LinearBuffers,
     LinearPlan,
@@ -122,18 +124,21 @@ def extend_heads(
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rates: Rates,
+    rates: HeadRates,
+    skip: Tensor | None,
     layer: StateLayer,
     plan: LinearPlan | DecodePlan,
     *,
     channels: HeadChannels,
     eps: float | None,
     scale: float,
+    is_delta: bool,
 ) -> Tensor:
     """[tokens, value_heads, value_dim] in the dtype of `rows`: one layer over the step's rows.
 
     rows: [tokens, parts, channels // parts] before the convolution of `weight` and `bias`;
-    channels, eps, scale: as of `state_inputs`.  Writes the requests' slots, or keeps a round.
+    skip: [value_heads] or None; channels, eps, scale: as of `state_inputs`; skip, is_delta: as of
+    `Rates`.  Writes the requests' slots, or keeps a round.
     """
     shape, tokens = plan.shape, rows.shape[0]
     if isinstance(plan, DecodePlan):
@@ -144,12 +149,15 @@ def extend_heads(
             channels,
             rates,
             layer.parts[STATE],
+            skip=skip,
+            is_delta=is_delta,
             eps=eps,
             scale=scale,
             arrived=plan.arrived,
             out=out,
         )
         return out
+    made = Rates(*made_rates(rates), skip, is_delta)
     kept = plan.kept
     given = ConvInputs(rows, weight, bias, layer.parts[CONV], plan.slots, plan.places)
     heads = head_rows(
@@ -168,7 +176,7 @@ def extend_heads(
     state_inputs(given, channels, eps=eps, scale=scale, out=heads, kept=inputs)
     state = layer.parts[STATE]
     if plan.chunks is None:
-        state_rows(heads, rates, plan.sees, state, given, kept=left, out=out)
+        state_rows(heads, made, plan.sees, state, given, kept=left, out=out)
     else:
-        state_chunks(heads, rates, plan.chunks, plan.starts, state, given, out=out)
+        state_chunks(heads, made, plan.chunks, plan.starts, state, given, out=out)
     return out

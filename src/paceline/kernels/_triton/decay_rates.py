@@ -10,6 +10,22 @@ from paceline.kernels._triton.runtime import cdiv
 _BLOCK = 128  # heads of tokens of a program
 
 
+@triton.jit
+def step_of(
+    a,  # float32  a token's, with the bias of its head
+    least,
+    most,
+):
+    """softplus(a), within limits."""
+    # log(1 + e) where 1 + e is rounded: Kahan's correction (Goldberg 1991, theorem 4).
+    e = tl.exp(tl.where(a > 20.0, 20.0, a))
+    wide = 1.0 + e
+    step = tl.where(wide == 1.0, e, tl.log(wide) * (e / tl.where(wide == 1.0, 1.0, wide - 1.0)))
+    step = tl.where(a > 20.0, a, step)
+    # Compared, not clamped: NaN stays NaN.
+    return tl.where(step < least, least, tl.where(step > most, most, step))
+
+
 @triton.jit(do_not_specialize=["num"])
 def _decay_rates_kernel(
     given_ptr,  # [tokens, parts, PER_PART or 2 * PER_PART]
@@ -37,14 +53,7 @@ def _decay_rates_kernel(
     let_next_start(OVERLAPPED)
     given_ptr += token * stride_token + head // PER_PART * stride_part + head % PER_PART
     a = tl.load(given_ptr + (PER_PART if HAS_BETA else 0), mask=live, other=0.0).to(tl.float32)
-    a += bias
-    # log(1 + e) where 1 + e is rounded: Kahan's correction (Goldberg 1991, theorem 4).
-    e = tl.exp(tl.where(a > 20.0, 20.0, a))
-    wide = 1.0 + e
-    step = tl.where(wide == 1.0, e, tl.log(wide) * (e / tl.where(wide == 1.0, 1.0, wide - 1.0)))
-    step = tl.where(a > 20.0, a, step)
-    # Compared, not clamped: NaN stays NaN.
-    step = tl.where(step < least, least, tl.where(step > most, most, step))
+    step = step_of(a + bias, least, most)
     tl.store(decay_ptr + place, -speed * step, mask=live)
     if HAS_BETA:
         b = tl.load(given_ptr, mask=live, other=0.0).to(tl.float32)

@@ -8,9 +8,12 @@ kernel before this one to end; that one waited too, so all before it have ended,
 this one start.  A program that ended without waiting would break the chain.
 
 Three kernels load states before they wait: `state_rows` and `commit_states`, before which
-`state_inputs` stands, and `state_step`, before which `decay_rates` does.  Either waits before it
-lets the next start: whatever wrote states and slots before it has ended, and nothing behind it
-writes those that they read.
+`state_inputs` stands, and `state_step`, before which a projection does.  `state_inputs` waits
+before it lets the next start: whatever wrote states and slots before it has ended, and nothing
+behind it writes those that they read.  A projection may let `state_step` start at once, and so may
+a norm before it; but in front of a model's first layer stands the embedding, which torch launches
+behind all that was launched before, and in front of every other that keeps states the `state_step`
+of the layer before, which waits before it lets the next start and writes other states.
 
 `let_next_start` is called once the kernel has nothing left to load, so that waiting programs do not
 take the place of working ones; where programs are few or short, before they wait, so that weights

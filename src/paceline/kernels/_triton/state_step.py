@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels._triton.decay_rates import step_of
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels._triton.state_parts import slots_of, state_tile
@@ -85,8 +86,10 @@ def _state_step_kernel(
     bias_ptr,  # [channels] or None
     window_ptr,  # [num_slots, channels, WINDOW]
     slots_ptr,  # [reqs, 3] int32
-    decay_ptr,  # [reqs, heads] float32
-    rate_ptr,  # [reqs, heads] float32  beta, or without the delta rule what v is multiplied by
+    decay_ptr,  # [reqs, heads] float32, or without rates [reqs, parts, RATES] of decay_rates
+    rate_ptr,  # [reqs, heads] float32  of Rates, or None
+    rate_bias_ptr,  # [heads] float32, without rates
+    log_ptr,  # [heads] float32, without rates
     skip_ptr,  # [heads] or None
     state_ptr,  # [num_slots, heads, KEY_DIM, VALUE_DIM]
     arrived_ptr,  # [reqs, key_heads] int32, all 0
@@ -95,7 +98,9 @@ def _state_step_kernel(
     stride_inputs_part,
     stride_slots,
     stride_decay_req,
-    stride_rate_req,
+    stride_rate_req,  # without rates that of a part of decay
+    least,
+    most,
     heads,
     channels,
     first_q,
@@ -107,6 +112,7 @@ def _state_step_kernel(
     DELTA: tl.constexpr,
     EPS: tl.constexpr,
     PER_KEY: tl.constexpr,
+    PER_PART: tl.constexpr,  # heads of a part of what rates are made of
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PART: tl.constexpr,
@@ -136,6 +142,9 @@ def _state_step_kernel(
     total_v, window_v, own_v = _behind(
         window_ptr, weight_ptr, bias_ptr, at_v, is_col, read, channels, WINDOW
     )
+    if rate_ptr is None:
+        rate_bias = tl.load(rate_bias_ptr + head)
+        speed = tl.exp(tl.load(log_ptr + head))
     wait_for_inputs(OVERLAPPED)
     let_next_start(OVERLAPPED)
     inputs_ptr += req * stride_inputs_req
@@ -148,12 +157,24 @@ def _state_step_kernel(
     row_v = tl.load(
         inputs_ptr + at_v // PART * stride_inputs_part + at_v % PART, mask=is_col, other=0.0
     )
-    decay = tl.load(decay_ptr + req * stride_decay_req + head)
-    rate = tl.load(rate_ptr + req * stride_rate_req + head)
+    decay_ptr += req * stride_decay_req
+    if rate_ptr is not None:
+        decay = tl.load(decay_ptr + head)
+        rate = tl.load(rate_ptr + req * stride_rate_req + head)
+    else:
+        decay_ptr += head // PER_PART * stride_rate_req + head % PER_PART
+        a = tl.load(decay_ptr + (PER_PART if DELTA else 0)).to(tl.float32)
+        if DELTA:
+            b = tl.load(decay_ptr).to(tl.float32)
     # Behind the loads, which would wait for its answer; every thread's columns are read before it.
     tl.debug_barrier()
     arrived_ptr += req * (heads // PER_KEY) + key_head
     num_arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
+    if rate_ptr is None:
+        rate = step_of(a + rate_bias, least, most)
+        decay = -speed * rate
+        if DELTA:
+            rate = 1.0 / (1.0 + tl.exp(-b))
     q = _mixed(total_q, own_q, row_q)
     k = _mixed(total_k, own_k, row_k)
     v = _mixed(total_v, own_v, row_v)
@@ -190,7 +211,11 @@ def launch_state_step(
     eps: float | None,
     scale: float,
     decay: Tensor,
-    rate: Tensor,
+    rate: Tensor | None,
+    rate_bias: Tensor | None,
+    log: Tensor | None,
+    least: float,
+    most: float,
     skip: Tensor | None,
     is_delta: bool,
     state: Tensor,
@@ -214,6 +239,8 @@ def launch_state_step(
         slots,
         decay,
         rate,
+        rate_bias,
+        log,
         skip,
         state,
         arrived,
@@ -222,7 +249,9 @@ def launch_state_step(
         inputs.stride(1),
         slots.stride(0),
         decay.stride(0),
-        rate.stride(0),
+        decay.stride(1) if rate is None else rate.stride(0),
+        least,
+        most,
         heads,
         weight.shape[0],
         *channels,
@@ -230,6 +259,7 @@ def launch_state_step(
         DELTA=is_delta,
         EPS=eps,
         PER_KEY=heads // key_heads,
+        PER_PART=heads // decay.shape[1] if rate is None else 1,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         PART=inputs.shape[2],

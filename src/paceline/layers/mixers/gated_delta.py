@@ -9,7 +9,7 @@ from paceline.attention.linear.inputs import GdnInputs
 from paceline.attention.linear.shape import LinearShape
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel, Span, whole
-from paceline.kernels.decay_rates import decay_rates
+from paceline.kernels.decay_rates import ENDLESS, RawRates
 from paceline.kernels.gated_norm import gated_head_norm
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
@@ -64,16 +64,18 @@ class GatedDeltaNet(nn.Module):
         qkv, gates = heads.view(tokens, shape.key_heads, -1).split(
             (sum(self._head), self._head[1]), dim=2
         )
-        decay, beta = decay_rates(
-            rates.view(tokens, shape.key_heads, -1), self.decay_bias, self.decay_log, has_beta=True
-        )
         mixed = ctx.mix(
             self.layer_id,
             GdnInputs(
                 qkv=qkv,
                 conv_weight=self.conv_weight,
-                decay=decay,
-                beta=beta,
+                rates=RawRates(
+                    rates.view(tokens, shape.key_heads, -1),
+                    self.decay_bias,
+                    self.decay_log,
+                    ENDLESS,
+                    has_beta=True,
+                ),
             ),
         )
         gated = gated_head_norm(mixed, gates, self.norm.weight, eps=self.norm.eps)

@@ -10,7 +10,7 @@ from paceline.attention.linear.inputs import Mamba2Inputs
 from paceline.attention.linear.shape import LinearShape
 from paceline.core.model.config import GateOrder, ModelConfig
 from paceline.core.parallel import Parallel, whole
-from paceline.kernels.decay_rates import decay_rates
+from paceline.kernels.decay_rates import RawRates
 from paceline.kernels.gated_norm import gated_norm
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
@@ -63,15 +63,13 @@ class Mamba2(nn.Module):
         if self.scales is not None:
             projected.mul_(self.scales)
         z, xbc, dt = projected.split(self.sizes, dim=1)
-        decay, steps = decay_rates(
-            dt.unsqueeze(1), self.dt_bias, self.a_log, limits=self.step_limits, has_beta=False
-        )
+        given, limits = dt.unsqueeze(1), self.step_limits
+        rates = RawRates(given, self.dt_bias, self.a_log, limits, has_beta=False)
         inputs = Mamba2Inputs(
             xbc=xbc,
             conv_weight=self.conv,
             conv_bias=self.conv_bias,
-            decay=decay,
-            dt=steps,
+            rates=rates,
             skip=self.skip,
         )
         y = ctx.mix(self.layer_id, inputs).flatten(1)

@@ -33,8 +33,7 @@ class GatedDelta(Recurrence):
         return {
             "qkv": qkv.unflatten(1, (_KEY_HEADS, -1)),
             "conv_weight": _taps(rows.dtype, rows.device),
-            "decay": -decay.float().abs(),
-            "beta": rate.float().sigmoid(),
+            "rates": (-decay.float().abs(), rate.float().sigmoid()),
         }
 
     def step(self, state: State, row: Tensor) -> tuple[State, Tensor]:

@@ -43,8 +43,7 @@ class Mamba2(Recurrence):
             "xbc": rows[:, :_CHANNELS],
             "conv_weight": taps,
             "conv_bias": bias,
-            "decay": -rates.float() * steps,
-            "dt": steps,
+            "rates": (-rates.float() * steps, steps),
             "skip": skip,
         }
 
