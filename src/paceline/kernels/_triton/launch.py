@@ -12,6 +12,10 @@ Three kernels load states before they wait: `state_rows` and `commit_states`, be
 lets the next start: whatever wrote states and slots before it has ended, and nothing behind it
 writes those that they read.
 
+`paged_extend` may be two launches of one call, for other requests each.  The second waits where it
+ends, not where it starts: the first lets it start behind its own wait, so all that both read is
+there, and neither reads what the other writes.
+
 `let_next_start` is called once the kernel has nothing left to load, so that waiting programs do not
 take the place of working ones; where programs are few or short, before they wait, so that weights
 behind them are asked for meanwhile.  (PTX ISA, griddepcontrol; Hopper and later.)
