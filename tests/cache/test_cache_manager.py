@@ -138,6 +138,7 @@ def test_a_path_evicted_under_a_running_request_is_built_again(window):
     for name in "ab":
         cache.written(name, TOKENS[:20], 12, epoch=1)  # pages of b stay private: a was first
     cache.release("a", TOKENS[:20], 12, epoch=1)
+    cache.offer_written()
     group = cache._groups[0]
     group.pool.free(cache._tree.evict(0, 9), 1)
     cache.written("b", TOKENS[:20], 16, epoch=1)
@@ -263,6 +264,30 @@ def test_locks_that_wait_for_their_epoch_are_relief_and_spare_their_pages():
     assert cache.reserve("c", 9, ahead=0) is None  # a step in flight still reads them
     cache.retire(5)
     assert cache.reserve("c", 9, ahead=0)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("enable", [False, True])
+@pytest.mark.parametrize("asks", ["admit", "reserve", "relief", "stats"])
+def test_what_a_request_held_is_taken_back_once_somebody_asks(asks, enable):
+    """Not by `release`: the tokens that its caller waits for leave first."""
+    cache = make_cache(None, num_pages=5, enable=enable)
+    cache.admit("a", TOKENS[:8], reserve_to=8)
+    cache.admit("b", [7] * 8, reserve_to=8)
+    cache.retire(1)
+    cache.written("a", TOKENS[:8], 8, epoch=1)
+    cache.release("a", TOKENS[:8], 8, epoch=1)
+    pool, held = cache._groups[0].pool, 8 // 4
+    assert (pool.num_free, pool.counts().owned) == (0, 2 * held)
+    if asks == "admit":
+        assert cache.admit("c", [8] * 8, reserve_to=8)
+    elif asks == "reserve":
+        assert cache.reserve("b", 16, ahead=0)
+    elif asks == "relief":
+        assert not cache.relief_pending("b", 17, next_query=8)
+        assert pool.counts().owned == held
+    else:
+        assert cache.stats().groups[0].cached == (held if enable else 0)
     cache.check_integrity()
 
 

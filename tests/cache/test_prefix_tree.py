@@ -81,6 +81,29 @@ def test_locked_pages_are_not_evicted(tree):
     assert tree.evict(WINDOWED, 9) == [1, 2, 3, 4, 6]
 
 
+def test_locks_of_a_whole_path_are_locks_of_each_node():
+    trees = [PrefixTree(2, [True, False]) for _ in range(2)]
+    one, other = [stored_path(tree, TOKENS, 1) for tree in trees]
+    for count, group in ((4, FULL), (6, FULL), (2, WINDOWED), (4, FULL)):
+        pages = [trees[0].lock(node, group) for node in one[:count]]
+        assert trees[1].lock_all(other[:count], group) == pages == list(range(1, count + 1))
+    assert [node.locks for node in other] == [node.locks for node in one]
+    for count in (6, 4):
+        for node in one[:count]:
+            trees[0].unlock(node, FULL)
+        trees[1].unlock_all(other[:count], FULL)
+        found = [(tree.num_evictable(FULL), tree.num_evictable(WINDOWED)) for tree in trees]
+        assert found == [(2, 4)] * 2
+    trees[0].unlock(one[0], WINDOWED)
+    trees[1].unlock_all([other[0]], WINDOWED)
+    trees[1].unlock_all(other[:4], FULL)
+    for node in one[:4]:
+        trees[0].unlock(node, FULL)
+    for group in (FULL, WINDOWED):
+        evicted = [tree.evict(group, 9) for tree in trees]
+        assert evicted[0] == evicted[1] != []
+
+
 def test_nodes_without_pages_disappear(tree):
     stored_path(tree, TOKENS, 1)
     tree.evict(FULL, 9)

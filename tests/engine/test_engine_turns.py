@@ -56,6 +56,10 @@ class FakeRunner:
         self.num_rows += step.layout.num_reqs
         return Launched(step, self._device.execute(step, defaultdict(PageKeys)))
 
+    def capture_owed(self) -> bool:
+        """No graphs."""
+        return False
+
 
 def make_engine(*, num_pages: int = 65) -> tuple[Engine, FakeRunner]:
     config = SchedulerConfig(
@@ -109,6 +113,17 @@ def test_finished_requests_leave_the_books_and_their_name_is_free() -> None:
         assert tracker.is_finished
         assert not engine.abort("a")
         assert_idle(engine)
+
+
+def test_what_the_last_request_held_is_taken_back_when_nothing_is_to_be_done() -> None:
+    engine, _ = make_engine()
+    engine.add("a", [5] * 9, SamplingParams(seed=-1, max_tokens=4))
+    run(engine)
+    (group,) = engine.scheduler.cache._groups
+    assert group.pool.counts().owned > 0, "its last token did not wait for that"
+    assert not engine.idle()
+    assert group.pool.counts().owned == 0
+    assert_idle(engine)
 
 
 def test_a_refused_completion_takes_those_before_it_back() -> None:

@@ -32,6 +32,8 @@ SIZES = (16, 24, 32, 48, 64)
         (4, 40, 12),  # 44: 32 and 12
         (14, 9, 0),  # 23: 16 would be 2 and leave 7
         (22, 14, 4),  # 36: 32 and 4
+        (4, 58, 0),  # 62: 64 is as good as full
+        (4, 57, 13),  # 61: 48 and 13
         (0, 10, 0),  # below the smallest
         (4, 100, 0),  # beyond the largest: not padded
     ],

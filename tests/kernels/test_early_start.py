@@ -8,6 +8,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Set
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +40,34 @@ SETTLED = {
     "state_rows._state_rows_kernel": {"state_ptr", "slots_ptr"},
     "commit_states._commit_states_kernel": {"state_ptr", "slots_ptr"},
 }
+
+# Of two launches of one call, where the second runs beside the first, see launch.py.
+BESIDE = "paged_extend_kernel.paged_extend_kernel"
+
+
+class Specialised(ast.NodeTransformer):
+    """A kernel for given constants: branches that these decide are taken, or gone."""
+
+    def __init__(self, **constants: bool) -> None:
+        self.constants = constants
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        test, wanted = node.test, True
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, wanted = test.operand, False
+        if not (isinstance(test, ast.Name) and test.id in self.constants):
+            return node
+        return node.body if self.constants[test.id] is wanted else node.orelse
+
+
+def beside(*, leads: bool, follows: bool) -> ast.FunctionDef:
+    """BESIDE as one of its launches, which have no splits."""
+    kernel = Specialised(LEADS=leads, FOLLOWS=follows, IS_SPLIT=False).visit(
+        deepcopy(kernels()[BESIDE])
+    )
+    assert isinstance(kernel, ast.FunctionDef)
+    return kernel
 
 
 def called(node: ast.Call) -> str:
@@ -143,9 +172,27 @@ def broken_rules(kernel: ast.FunctionDef, settled: Set[str] = frozenset()) -> li
     return broken
 
 
-@pytest.mark.parametrize("name", kernels())
+@pytest.mark.parametrize("name", sorted(kernels().keys() - {BESIDE}))
 def test_a_kernel_that_starts_early_waits_before_it_touches_what_others_write(name: str) -> None:
     assert broken_rules(kernels()[name], SETTLED.get(name, frozenset())) == []
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_launch_with_another_beside_it_waits_before_it_lets_that_start(leads: bool) -> None:
+    kernel = beside(leads=leads, follows=False)
+    assert broken_rules(kernel) == []
+    (waits,) = (at for at, statement in enumerate(kernel.body) if is_wait(statement))
+    assert ("let_next_start" in ast.dump(kernel.body[waits + 1])) == leads
+
+
+def test_a_launch_beside_another_waits_wherever_it_ends() -> None:
+    kernel = beside(leads=False, follows=True)
+    assert not any(is_wait(statement) for statement in kernel.body)
+    blocks = [node.body for node in ast.walk(kernel) if isinstance(node, ast.If)]
+    ends = [block[-2:] for block in blocks if isinstance(block[-1], ast.Return)]
+    assert len(ends) == sum(isinstance(node, ast.Return) for node in ast.walk(kernel)) == 1
+    for end in (ends[0][0], kernel.body[-1]):
+        assert ast.unparse(end) == "_end_behind_leader(OVERLAPPED)"
 
 
 @pytest.mark.parametrize("name", SETTLING)

@@ -69,7 +69,7 @@ def test_the_largest_of_each_shape_is_captured_first(parts: Parts, drafting: Par
     longest = keys.longest_extend()
     assert longest is not None
     assert told([longest, keys.largest_decode()]) == [
-        (1, None, 48, False, GREEDY),
+        (9, None, 48, False, GREEDY),  # eight requests and the row of what is left over
         (8, 1, None, False, GREEDY),
     ]
     assert told([drafted.largest_decode()]) == [(8, TREE.num_draft_tokens, None, True, GREEDY)]

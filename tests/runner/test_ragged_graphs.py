@@ -50,7 +50,7 @@ def test_boot_captures_the_largest_of_both_shapes(tiny: TinyModel, counts: Count
     driver = Driver(tiny, graph_max_tokens=MAX_TOKENS)
     assert counts["capture"] == 2
     shapes = {key.size for key in driver.runner._graphs.graphs}  # type: ignore[union-attr]
-    assert shapes == {PaddedSize.ragged(1, MAX_TOKENS), PaddedSize.uniform(8, 1)}
+    assert shapes == {PaddedSize.ragged(9, MAX_TOKENS), PaddedSize.uniform(8, 1)}
 
 
 def test_steps_of_other_token_counts_replay_other_graphs(tiny: TinyModel) -> None:
@@ -192,7 +192,8 @@ def test_the_guard_refuses_more_tokens_than_the_graph_holds(tiny: TinyModel) -> 
 
 def test_the_guard_keeps_a_row_for_the_tokens_that_are_left_over(tiny: TinyModel) -> None:
     driver = Driver(tiny, graph_max_tokens=MAX_TOKENS)
-    key = next(k for k in driver.runner._graphs.graphs if k.extend_len is None)  # type: ignore[union-attr]
+    longest = next(k for k in driver.runner._graphs.graphs if k.extend_len is None)  # type: ignore[union-attr]
+    key = replace(longest, padded_reqs=1)
     for row, tokens in ((1, MAX_TOKENS), (2, MAX_TOKENS - 1)):
         driver.join(row, random_prompts((tokens,))[0])
     driver.runner._guard.check(key, driver.make_step({1: MAX_TOKENS}, is_ragged=True))

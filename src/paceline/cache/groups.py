@@ -82,8 +82,7 @@ class CacheGroup:
         self._retired = max(self._retired, epoch)
         self.pool.retire(epoch)
         for due in sorted(e for e in self._unlocks if e <= self._retired):
-            for node in self._unlocks.pop(due):
-                self._tree.unlock(node, self.index)
+            self._tree.unlock_all(self._unlocks.pop(due), self.index)
 
     def pending_locks(self) -> list[Node]:
         """Locks that wait for an epoch, one entry each."""
@@ -148,6 +147,8 @@ class PagedGroup(CacheGroup):
 
     def usable_prefix(self, path: Sequence[Node], limit: int) -> int:
         """The longest hit of at most `limit` pages whose next query finds all keys it sees."""
+        if None not in [node.pages[self.index] for node in path[:limit]]:
+            return limit  # as nearly always
         runs = [0]  # runs[n]: stored pages in a row that end with page n - 1
         for node in path[:limit]:
             runs.append(0 if node.pages[self.index] is None else runs[-1] + 1)
@@ -159,7 +160,7 @@ class PagedGroup(CacheGroup):
     def can_admit(self, path: Sequence[Node], reserve_to: int) -> bool:
         """Whether `admit` would find its pages."""
         seen = path[self.first_visible_page(len(path) * self._page_size) :]
-        newly_locked = sum(node.locks[self.index] == 0 for node in seen)
+        newly_locked = [node.locks[self.index] for node in seen].count(0)
         need = self._admit_pages(path, reserve_to) - len(path)
         return need <= self._available() - newly_locked
 
@@ -171,11 +172,13 @@ class PagedGroup(CacheGroup):
         A full group holds `ahead` more tokens while the pool is roomy.
         """
         first = self.first_visible_page(len(path) * self._page_size)
-        holding = Holding(committed=len(path) * self._page_size, first=first)
-        for index, node in enumerate(path):
-            seen = index >= first
-            holding.pages.append(self._tree.lock(node, self.index) if seen else PAD_PAGE)
-            holding.nodes.append(node if seen else None)
+        seen = path[first:]
+        holding = Holding(
+            committed=len(path) * self._page_size,
+            first=first,
+            pages=[PAD_PAGE] * first + self._tree.lock_all(seen, self.index),
+            nodes=[*[None] * first, *seen],
+        )
         need = self._admit_pages(path, reserve_to) - len(path)
         wish = self._admit_pages(path, reserve_to + ahead) - len(path)
         # What is held ahead keeps others out: only while half of the pool stays free.
@@ -275,17 +278,11 @@ class PagedGroup(CacheGroup):
         return behind or bool(self._unlocks) or self.pool.num_queued > 0
 
     def _return(self, holding: Holding, indices: range, epoch: int) -> None:
-        private: list[int] = []
-        unlocks: list[Node] = []
-        for index in indices:
-            node = holding.nodes[index]
-            if node is None:
-                private.append(holding.pages[index])
-            else:
-                unlocks.append(node)
-            holding.pages[index] = PAD_PAGE
-            holding.nodes[index] = None
-        self._give_back(private, unlocks, epoch)
+        part, count = slice(indices.start, indices.stop), len(indices)
+        pages, nodes = holding.pages[part], holding.nodes[part]
+        holding.pages[part], holding.nodes[part] = [PAD_PAGE] * count, [None] * count
+        private = [page for page, node in zip(pages, nodes, strict=True) if node is None]
+        self._give_back(private, [node for node in nodes if node is not None], epoch)
 
     def _grow(self, holding: Holding, count: int) -> None:
         self._make_room(count)

@@ -65,6 +65,7 @@ class _Owed(NamedTuple):
     entry: _Entry
     tokens: Sequence[int]  # the request's
     kv_len: int
+    left: int | None = None  # the last epoch that touched them, of a request that has left
 
 
 class CacheManager:
@@ -209,6 +210,7 @@ class CacheManager:
         entry = self._entries[request_id]
         if kv_bound <= entry.reserved:
             return []
+        self.offer_written()
         pairs = self._pairs(entry)
         if any(group.shortage(holding, kv_bound) for group, holding in pairs):
             return None
@@ -229,6 +231,7 @@ class CacheManager:
 
         next_query: the lowest position this request queries once its launched steps have retired.
         """
+        self.offer_written()
         pairs = self._pairs(self._entries[request_id])
         return all(
             group.relief_pending(holding, next_query)
@@ -272,14 +275,19 @@ class CacheManager:
                 self.offer_written()
 
     def offer_written(self) -> None:
-        """Put into the prefix tree what `written` told of.
+        """Put into the prefix tree what `written` and `release` told of, and take back what
+        requests that have left hold.
 
         For before the next step is planned: the pages of a long prompt take longer than all else
-        that its first token waits for on the host.  What depends on the tree calls this itself.
+        that its first token waits for on the host.  What depends on the tree, or on pages that are
+        free, calls this itself.
         """
         owed, self._owed = self._owed, []
-        for entry, tokens, kv_len in owed:
-            self._offer(entry, tokens, self._num_shareable(tokens, kv_len), adopt=None)
+        for entry, tokens, kv_len, left in owed:
+            if left is None:
+                self._offer(entry, tokens, self._num_shareable(tokens, kv_len), adopt=None)
+            else:
+                self._take_back(entry, tokens, kv_len, epoch=left)
 
     def stop_following(self, request_id: str, kv_len: int) -> None:
         """The drafter's groups lack the KV of this request behind `kv_len` tokens: what they hold
@@ -298,10 +306,15 @@ class CacheManager:
     def release(self, request_id: str, tokens: Sequence[int], kv_len: int, *, epoch: int) -> None:
         """The request leaves.  Retired steps have written the KV of `kv_len` tokens: full pages of
         `tokens` in it, which a host end may have cut, stay in the cache; the rest is free once
-        `epoch` has retired."""
+        `epoch` has retired.  Both by `offer_written` at the latest; tokens: as of `written`."""
         entry = self._leave(request_id)
-        if not self._groups:
-            return
+        if self._groups:
+            self._owed.append(_Owed(entry, tokens, kv_len, left=epoch))
+            if self._offers_at_once:
+                self.offer_written()
+
+    def _take_back(self, entry: _Entry, tokens: Sequence[int], kv_len: int, *, epoch: int) -> None:
+        """Of a request that has left: see `release`."""
         self._commit(entry, max(kv_len, entry.committed), self._retired)
         num_pages = self._num_shareable(tokens, kv_len)
         if self._enabled and num_pages > entry.hit_pages:
@@ -313,6 +326,7 @@ class CacheManager:
 
     def discard(self, request_id: str, tokens: Sequence[int], *, epoch: int) -> None:
         """The request leaves, and nothing it computed may be found again (non-finite KV)."""
+        self.offer_written()
         entry = self._leave(request_id)
         depth = entry.hit_pages + 1
         path = self._tree.walk(tokens, entry.keys, max_pages=depth)
@@ -349,15 +363,14 @@ class CacheManager:
         check_books(self._tree, self._groups, held)
 
     def _leave(self, request_id: str) -> _Entry:
-        self.offer_written()
         entry = self._entries.pop(request_id)
         self._crowds.leave(entry.crowd)
         return entry
 
     def _hit(self, tokens: Sequence[int], keys: PageKeys, max_hit: int | None = None) -> list[Node]:
+        self.offer_written()
         if not self._enabled:
             return []
-        self.offer_written()
         limit = max(len(tokens) - 1, 0) // self._page_size
         if max_hit is not None:
             limit = min(limit, max_hit // self._page_size)

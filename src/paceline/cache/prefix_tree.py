@@ -93,10 +93,14 @@ class PrefixTree:
         """The nodes of the longest stored path, whatever pages they hold; changes nothing."""
         node = self._roots.get(keys.root)
         path: list[Node] = []
-        while node is not None and len(path) < max_pages:
-            node = self._children.get((node.number, self.key(tokens, len(path), keys)))
-            if node is not None:
-                path.append(node)
+        if node is None:
+            return path
+        tokens, key, find = tuple(tokens), self.key, self._children.get  # of a tuple keys are parts
+        for index in range(max_pages):
+            node = find((node.number, key(tokens, index, keys)))
+            if node is None:
+                break
+            path.append(node)
         return path
 
     def root(self, keys: PageKeys) -> Node:
@@ -138,6 +142,16 @@ class PrefixTree:
         node.locks = _with(node.locks, group, node.locks[group] + 1)
         return page
 
+    def lock_all(self, nodes: Sequence[Node], group: int) -> list[int]:
+        """`lock` of each: many requests may hold the thousands of pages of one prompt."""
+        for node in nodes:
+            locks = node.locks[group]
+            if locks:
+                node.locks = _with(node.locks, group, locks + 1)
+            else:
+                self.lock(node, group)
+        return [page for node in nodes if (page := node.pages[group]) is not None]
+
     def unlock(self, node: Node, group: int) -> None:
         """Undo one lock; no step in flight may still read the page for that locker."""
         locks = node.locks[group]
@@ -149,6 +163,15 @@ class PrefixTree:
             node.stamps = _with(node.stamps, group, stamp)
             if self._may_go(node, group):
                 self._orders[group].add_youngest(node, stamp)
+
+    def unlock_all(self, nodes: Sequence[Node], group: int) -> None:
+        """`unlock` of each, in order."""
+        for node in nodes:
+            locks = node.locks[group]
+            if locks > 1:
+                node.locks = _with(node.locks, group, locks - 1)
+            else:
+                self.unlock(node, group)
 
     def num_evictable(self, group: int) -> int:
         """Pages `evict` could return: locks of leaf-first groups cover whole paths."""

@@ -177,13 +177,15 @@ class Engine:
         return list(touched)
 
     def idle(self) -> bool:
-        """While nothing is to be done: make a graph that a coming turn would stop for.
+        """While nothing is to be done: take back what the last requests held, and make a graph that
+        a coming turn would stop for.
 
-        Returns whether there was one; takes as long as a capture, and no request may be taken
+        Returns whether there was a graph; takes as long as a capture, and no request may be taken
         meanwhile.  Raises as `step`.
         """
         self._require_whole()
         assert not self.has_work, "a turn has more to do"
+        self.scheduler.cache.offer_written()
         try:
             return self._runner.capture_owed()
         except BaseException as error:

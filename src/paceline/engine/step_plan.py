@@ -25,6 +25,8 @@ from paceline.core.step import (
 )
 from paceline.engine.request import Request
 
+FULL = 32  # a step whose padding is at most 1/FULL of it is as good as full
+
 
 class PlannedRow(NamedTuple):
     """One request's part of a step."""
@@ -127,11 +129,12 @@ def left_over(padded: tuple[int, ...], *, decoding: int, prompts: int) -> int:
 
     A step of 255 and 300 tokens would be padded to 768: it computes 257 of the 300 and is 512.
     Never more is left than is computed: what is left of a prompt at least halves with each step.
+    Nothing is left for a size that is full but for 1/FULL: another step costs more.
     """
-    index = bisect_left(padded, decoding + prompts)
-    if index in (0, len(padded)) or padded[index] == decoding + prompts:
+    index, tokens = bisect_left(padded, decoding + prompts), decoding + prompts
+    if index in (0, len(padded)) or FULL * (padded[index] - tokens) <= padded[index]:
         return 0
-    left = decoding + prompts - padded[index - 1]
+    left = tokens - padded[index - 1]
     return left if left <= prompts - left else 0
 
 

@@ -15,6 +15,10 @@ a norm before it; but in front of a model's first layer stands the embedding, wh
 behind all that was launched before, and in front of every other that keeps states the `state_step`
 of the layer before, which waits before it lets the next start and writes other states.
 
+`paged_extend` may be two launches of one call, for other requests each.  The second waits where it
+ends, not where it starts: the first lets it start behind its own wait, so all that both read is
+there, and neither reads what the other writes.
+
 `let_next_start` is called once the kernel has nothing left to load, so that waiting programs do not
 take the place of working ones; where programs are few or short, before they wait, so that weights
 behind them are asked for meanwhile.  (PTX ISA, griddepcontrol; Hopper and later.)

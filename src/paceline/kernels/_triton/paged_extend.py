@@ -170,18 +170,19 @@ def launch_paged_extend(
     start = partial(_start, call, workspace, splits, constants)
     tiles = cdiv(max_rows, config.block_rows)
     slots = tokens * group // config.block_rows + num_reqs
-    if splits > 1 or slots >= tiles * num_reqs:
-        start(config, (tiles, kv_heads * num_reqs, splits))
+    in_slots = splits == 1 and slots < tiles * num_reqs
+    grid = (slots, kv_heads, 1) if in_slots else (tiles, kv_heads * num_reqs, splits)
+    is_alike = tokens == num_reqs * reqs.max_extend_len or max_rows <= _SHORT_ROWS
+    if splits > 1 or is_alike or kv_heads * num_reqs < _MANY_PROGRAMS:
+        start(config, grid, in_slots=in_slots)
         if splits > 1 and v_in_k:
             assert workspace is not None, "splits meet in one"
             launch_merge(call, workspace, splits=splits)
         return
-    if kv_heads * num_reqs < _MANY_PROGRAMS:
-        start(config, (slots, kv_heads, 1), in_slots=True)
-        return
     few = tiles_of(_SHORT_ROWS, is_split=True)
-    start(config, (slots, kv_heads, 1), above=_SHORT_ROWS, in_slots=True)
-    start(few, (_SHORT_ROWS // few.block_rows, kv_heads * num_reqs, 1), most=_SHORT_ROWS)
+    start(config, grid, above=_SHORT_ROWS, in_slots=in_slots, leads=True)
+    grid = (_SHORT_ROWS // few.block_rows, kv_heads * num_reqs, 1)
+    start(few, grid, most=_SHORT_ROWS, follows=True)
 
 
 def _start(
@@ -195,6 +196,8 @@ def _start(
     above: int = 0,
     most: int = _ALL_ROWS,
     in_slots: bool = False,
+    leads: bool = False,
+    follows: bool = False,
 ) -> None:
     is_wide = config.block_rows == WIDE_ROWS
     merged = splits_per_load(
@@ -224,6 +227,8 @@ def _start(
         LOADS_FIRST=loads_first,
         LOOP_STAGES=config.num_stages if loads_first else None,
         WORDS=words,
+        LEADS=leads,
+        FOLLOWS=follows,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **constants,

@@ -7,7 +7,8 @@ Tile 0 sees keys [0, 14): [0, 8) lies before position 11 for every row and takes
 is masked row by row.
 
 In a ragged step only tiles that may hold rows get a program, in slots; and of many requests
-those of 16 rows or less, decodes in company of prompts, have small tiles, in a launch of their own:
+those of 16 rows or less, decodes in company of prompts, have small tiles, in a launch of their own,
+whose programs run beside those of the first:
 
     BLOCK_ROWS 4, GROUP 1, cu_seqlens_q [0, 6, 7, 12]
     request   0 0 0 1 2 2 2      first slot of r: cu_seqlens_q[r] * GROUP // BLOCK_ROWS + r, so the
@@ -87,6 +88,15 @@ def _request_of(
     return before - 1
 
 
+@triton.jit
+def _end_behind_leader(IS_EARLY: tl.constexpr):
+    """A launch that did not wait for the one before ends behind it: whoever waits for this one, or
+    starts when it has ended, finds both done.  One program that waits is enough, and the others
+    leave their place to those that have work."""
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        wait_for_inputs(IS_EARLY)
+
+
 @triton.jit(do_not_specialize=["splits", "num_reqs", "above", "most"])
 def paged_extend_kernel(
     q_ptr,  # [tokens, heads, head_dim]
@@ -160,9 +170,14 @@ def paged_extend_kernel(
     LOADS_FIRST: tl.constexpr,  # a tile's are started before the products of the one before
     LOOP_STAGES: tl.constexpr,  # of a loop that LOADS_FIRST, else None
     WIDEN: tl.constexpr,
+    LEADS: tl.constexpr,  # the launch behind is of other requests of the same call
+    FOLLOWS: tl.constexpr,  # the one before is
     OVERLAPPED: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAPPED)
+    if not FOLLOWS:
+        wait_for_inputs(OVERLAPPED)
+    if LEADS:  # what both read is there, and neither reads what the other writes
+        let_next_start(OVERLAPPED)
     # The last tile has the most keys under a causal mask: it starts first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_heads = heads // GROUP
@@ -231,6 +246,8 @@ def paged_extend_kernel(
         q_rest = tl.load(q_rows + (DIM_K + cols_rest)[None, :], mask=is_rest, other=0.0)
     # Without a window nothing above but q waits for a length: the loads are in flight together.
     if (tile * BLOCK_ROWS >= num_rows) | (num_rows <= above) | (num_rows > most):
+        if FOLLOWS:
+            _end_behind_leader(OVERLAPPED)
         return
 
     # Keys [begin, full_end) are seen by every row, [full_end, end) are masked row by row.
@@ -367,3 +384,5 @@ def paged_extend_kernel(
             out, lse, out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, heads,
             token, head, row_live, 0, DIM_V, BLOCK_DIM_V,
         )  # fmt: skip
+    if FOLLOWS:
+        _end_behind_leader(OVERLAPPED)

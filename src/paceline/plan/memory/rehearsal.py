@@ -237,7 +237,7 @@ def largest_graphs(limits: RunnerConfig, max_drafting: int | None = None) -> lis
     size = PaddedSize.uniform(reqs, 1)
     decode = RehearsedStep(size=size, sampler=SamplerTier.GREEDY, logprobs=False)
     rounds = _rounds(limits, decode, reqs, max_drafting)
-    ragged = [replace(decode, size=sizes.empty(tokens)) for tokens in sizes.tokens[-1:]]
+    ragged = [replace(decode, size=sizes.full(tokens)) for tokens in sizes.tokens[-1:]]
     covered = any(shape.size.reqs == reqs for shape in rounds)
     return [*ragged, *rounds] if covered else [*ragged, decode, *rounds]
 

@@ -30,10 +30,10 @@ class GraphKeys:
         return self._sizes.tokens if self._supports(None) else ()
 
     def longest_extend(self) -> GraphKey | None:
-        """The key of the longest ragged step; None: these run eagerly."""
+        """The key of the longest ragged step of the most rows; None: these run eagerly."""
         if not self.ragged_tokens:
             return None
-        return self._key(self._sizes.empty(self._sizes.tokens[-1]), is_ragged=True)
+        return self._key(self._sizes.full(self._sizes.tokens[-1]), is_ragged=True)
 
     def largest_decode(self) -> GraphKey | None:
         """What brings requests forward: a round where there is a drafter, else one token each.
@@ -68,10 +68,7 @@ class GraphKeys:
         if self.ragged_tokens:
             ragged = [self._sizes.empty(tokens) for tokens in _one_per_power(self._sizes.tokens)]
             ragged.append(PaddedSize.ragged(1, longest))
-            most = sizes[-1] + self._sizes.spare_rows
-            ragged += [
-                replace(self._sizes.empty(self._sizes.tokens[i]), reqs=most) for i in (0, -1)
-            ]
+            ragged += [self._sizes.full(self._sizes.tokens[index]) for index in (0, -1)]
             seen = [MaskKind.CAUSAL]
             if self._parts.table.block_ends is not None:
                 seen.append(MaskKind.BLOCK)

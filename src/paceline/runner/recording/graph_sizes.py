@@ -45,6 +45,10 @@ class GraphSizes:
         """A ragged step of so many tokens without a request, of as few rows as hold them."""
         return PaddedSize.ragged(max(1, rows_left_over(tokens, self.pad_len)), tokens, self.pad_len)
 
+    def full(self, tokens: int) -> PaddedSize:
+        """The same of as many rows as a ragged step may have."""
+        return PaddedSize.ragged(self.sizes[-1] + self.spare_rows, tokens, self.pad_len)
+
     def pad(self, num_reqs: int, extend_len: int) -> PaddedSize | None:
         """The smallest that holds `num_reqs` rows of `extend_len` tokens; None when none does."""
         index = bisect_left(self.sizes, num_reqs)
