@@ -53,6 +53,9 @@ LONGEST = (
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Sort tests by their files, in place; those of other files come behind, as they were."""
+    """Sort tests by their files, in place; those of other files come behind, by their paths, which
+    are the same where a worker collects in another order.  Tests of a file stay as they were."""
     place = {HERE / name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path, len(place)))
+    paths = sorted({item.path for item in items}, key=lambda p: (place.get(p, len(place)), p))
+    order = {path: number for number, path in enumerate(paths)}
+    items.sort(key=lambda item: order[item.path])
