@@ -79,7 +79,8 @@ def host_array(x: Tensor) -> NDArray[Any]:
     if not x.numel():
         return np.empty(x.shape, dtype)
     strides = [step * dtype.itemsize for step in x.stride()]
-    return np.ndarray(x.shape, dtype, _MEMORY.from_address(x.data_ptr()), strides=strides)
+    memory = memoryview(_MEMORY.from_address(x.data_ptr()))
+    return np.ndarray(x.shape, dtype, memory, strides=strides)
 
 
 @cache
