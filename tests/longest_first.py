@@ -17,6 +17,8 @@ LONGEST = (
     "llm/grammars/test_llm_grammar.py",
     "llm/test_llm_parity.py",
     "engine/test_scheduler_machine.py",
+    "engine/test_round_machine.py",
+    "test_imports.py",
     "cli/test_explain_nearest.py",
     "benchmarks/test_soak.py",
     "llm/states/test_llm_linear.py",
