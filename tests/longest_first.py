@@ -17,6 +17,8 @@ LONGEST = (
     "llm/grammars/test_llm_grammar.py",
     "llm/test_llm_parity.py",
     "engine/test_scheduler_machine.py",
+    "engine/test_round_machine.py",
+    "test_imports.py",
     "cli/test_explain_nearest.py",
     "benchmarks/test_soak.py",
     "llm/states/test_llm_linear.py",
@@ -53,6 +55,9 @@ LONGEST = (
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Sort tests by their files, in place; those of other files come behind, as they were."""
+    """Sort tests by their files, in place; those of other files come behind, by their paths, which
+    are the same where a worker collects in another order.  Tests of a file stay as they were."""
     place = {HERE / name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path, len(place)))
+    paths = sorted({item.path for item in items}, key=lambda p: (place.get(p, len(place)), p))
+    order = {path: number for number, path in enumerate(paths)}
+    items.sort(key=lambda item: order[item.path])

@@ -42,16 +42,15 @@ def test_the_longest_files_are_there():
     assert len(set(LONGEST)) == len(LONGEST)
 
 
-def test_long_files_begin_first_and_others_stay_as_they_were():
-    paths = ("b.py", LONGEST[1], "a.py", LONGEST[0])
-    items = [SimpleNamespace(path=ROOT / "tests" / path) for path in paths]
-    longest_first(items)
-    assert [item.path.name for item in items] == [
-        Path(LONGEST[0]).name,
-        Path(LONGEST[1]).name,
-        "b.py",
-        "a.py",
+def test_long_files_begin_first_and_others_follow_by_their_paths():
+    """Whoever collects from the end has the same order; tests of a file stay as they were."""
+    paths = ("b.py", "b.py", LONGEST[1], "a/c.py", "a.py", LONGEST[0])
+    items = [
+        SimpleNamespace(path=ROOT / "tests" / path, number=number)
+        for number, path in enumerate(paths)
     ]
+    longest_first(items)
+    assert [item.number for item in items] == [5, 2, 3, 4, 0, 1]
 
 
 def test_readme_links_lead_somewhere():

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from fake_engine import FakeEngine
 
 from paceline.cli.app import app
+from paceline.models.locate import locate
 from paceline.plan import target
 from paceline.plan.machine import cpu_facts
 from paceline.plan.memory.suggestion import flag_words
@@ -63,23 +64,34 @@ def test_who_is_refused_is_told_the_same_command(small_cpu):
     assert shlex.join(suggestion(*asked)[1:-2]) in refused.stderr
 
 
-def test_only_what_was_asked_and_what_changes_is_suggested():
-    words = suggestion("llama-3.1-8b", "--gpu", "l4", "--max-model-len", "131072")
-    assert words[:4] == ["generate", "--model", "llama-3.1-8b", "--max-model-len"]
+CACHE = ("--kv-cache-memory-bytes", "900000000")
+
+
+@pytest.fixture
+def shallow(tmp_path):
+    """Two layers of a large model, which are rehearsed sooner than all."""
+    config = locate("llama-3.1-8b").config | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_only_what_was_asked_and_what_changes_is_suggested(shallow):
+    words = suggestion(shallow, "--gpu", "l4", "--max-model-len", "131072", *CACHE)
+    assert words[:4] == ["generate", "--model", shallow, "--max-model-len"]
     assert 256 <= int(words[4]) < 131072
-    assert words[5:] == ["--prompt", "Hello"]
+    assert words[5:] == [*CACHE, "--prompt", "Hello"]
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["llama-3.1-8b", "--gpu", "l4", "--max-model-len", "30000"],
-        ["qwen3-8b", "--gpu", "rtx-3090", "--max-num-batched-tokens", "9000000"],
-        ["llama-3.1-8b", "--gpu", "h200"],
+        ["--gpu", "l4", "--max-model-len", "131072", *CACHE],
+        ["--gpu", "rtx-3090", "--max-num-batched-tokens", "9000000"],
+        ["--gpu", "h200"],
     ],
 )
-def test_the_document_of_every_outcome_fits_its_schema(words):
-    done = run("explain", *words, "--json")
+def test_the_document_of_every_outcome_fits_its_schema(words, shallow):
+    done = run("explain", shallow, *words, "--json")
     document = json.loads(done.stdout.splitlines()[-1])
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
     assert (document["nearest"] is None) == document["fits"]

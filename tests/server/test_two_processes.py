@@ -70,7 +70,7 @@ def streaming(url, **more):
 
 
 def test_an_engine_that_is_killed_ends_its_streams_and_the_server():
-    with serve() as (process, url, (engine,)):
+    with serve("--speculative-algorithm", "off") as (process, url, (engine,)):
         with streaming(url) as lines:
             os.kill(engine, signal.SIGKILL)
             last = [line for line in lines if line][-1]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from ctypes import c_byte
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ Scratch = Callable[..., tuple[int, ...]]
 _LIBRARY = torch.library.Library("paceline", "FRAGMENT")
 _BINDS: dict[Any, Bind] = {}  # of CPU kernels; filled while kernel modules are imported
 _SCRATCH: dict[Any, Scratch] = {}  # of GPU kernels; filled likewise
+_MEMORY = c_byte * (1 << 62)  # from an address on; a type for each length takes longer to make
 
 
 def define_op(
@@ -74,13 +75,17 @@ def host_array(x: Tensor) -> NDArray[Any]:
 
     `Tensor.numpy` would forbid for good that the storage is resized, which recorded graphs do.
     """
-    strides = tuple(step * x.element_size() for step in x.stride())
-    last = sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
-    dtype = x.new_empty(0).numpy().dtype
+    dtype = _array_dtype(x.dtype)
     if not x.numel():
-        return np.empty(tuple(x.shape), dtype)
-    memory = (c_byte * (last + x.element_size())).from_address(x.data_ptr())
-    return np.ndarray(tuple(x.shape), dtype, buffer=memoryview(memory), strides=strides)
+        return np.empty(x.shape, dtype)
+    strides = [step * dtype.itemsize for step in x.stride()]
+    memory = memoryview(_MEMORY.from_address(x.data_ptr()))
+    return np.ndarray(x.shape, dtype, memory, strides=strides)
+
+
+@cache
+def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 def _nothing(*_: Any) -> None:

@@ -50,12 +50,13 @@ def pairs(case: Case) -> set[frozenset[tuple[str, object]]]:
 
 def pairwise(of: list[Case]) -> list[Case]:
     """The fewest cases, nearly, that have every pair of traits that any has."""
-    missing = set().union(*map(pairs, of))
+    held = [pairs(case) for case in of]
+    missing = set().union(*held)
     chosen = []
     while missing:
-        best = max(of, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
+        best = max(range(len(of)), key=lambda number: len(held[number] & missing))
+        chosen.append(of[best])
+        missing -= held[best]
     return chosen
 
 

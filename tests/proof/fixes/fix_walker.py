@@ -2,7 +2,7 @@
 
     python fix_walker.py < jobs > results
 
-jobs: JSON [[fix ids, cases], ...]; results: one JSON line per case, {fixes, case, status, reason}.
+jobs: JSON [[fix id, case], ...]; results: one JSON line each, {fix, case, status, reason}.
 The parent imports what is slow, and of the package what needs no module that a job edits: those,
 and what imports them, every child imports anew, with its own edits.
 """
@@ -58,8 +58,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:  # transformers builds tables at its first
         tiny_checkpoints.save("llama-gqa2-untied", Path(folder))
     gc.disable()  # an import of many modules looks for none: a child ends soon
-    jobs = [(",".join(fixes), cases) for fixes, cases in json.load(sys.stdin)]
-    import_what_needs_none(edited_by({fix for fixes, _ in jobs for fix in fixes.split(",")}))
+    jobs = json.load(sys.stdin)
+    import_what_needs_none(edited_by({fix for fix, _ in jobs}))
     gc.freeze()  # pytest collects garbage twice in every child; theirs is theirs alone
     running: set[int] = set()
     while jobs or running:
@@ -98,28 +98,26 @@ class _Refusing(MetaPathFinder):
             raise ImportError(fullname)
 
 
-def _start(fixes: str, cases: list[str]) -> int:
-    """Fork a child that runs `cases`; returns its process id."""
+def _start(fix: str, case: str) -> int:
+    """Fork a child that runs `case`; returns its process id."""
     child = os.fork()
     if child:
         return child
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.alarm(10 * SECONDS)  # asleep
-    for line in _results(fixes, cases):
-        os.write(1, (json.dumps(line) + "\n").encode())  # one write: lines do not mix
+    status, reason = _result(fix, case)
+    line = {"fix": fix, "case": case, "status": status, "reason": reason}
+    os.write(1, (json.dumps(line) + "\n").encode())  # one write: lines do not mix
     os._exit(0)
 
 
-def _results(fixes: str, cases: list[str]):
-    if fixes:
-        os.environ["PACELINE_REVERT_FIX"] = fixes
-        revert(fixes.split(","), fixes=PACKAGE / "proof" / "fixes", package=PACKAGE)
-    for case in cases:
-        try:
-            status, reason = _tested(case) if "::" in case else _checked(case)
-        except Exception:  # noqa: BLE001
-            status, reason = "crash", traceback.format_exc()[-2000:]
-        yield {"fixes": fixes, "case": case, "status": status, "reason": reason}
+def _result(fix: str, case: str) -> tuple[str, str]:
+    os.environ["PACELINE_REVERT_FIX"] = fix
+    revert([fix], fixes=PACKAGE / "proof" / "fixes", package=PACKAGE)
+    try:
+        return _tested(case) if "::" in case else _checked(case)
+    except Exception:  # noqa: BLE001
+        return "crash", traceback.format_exc()[-2000:]
 
 
 def _checked(case: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ work is decided on the device, from the lengths.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -198,6 +199,7 @@ def split_workspace(
     )
 
 
+@cache
 def _rows(
     max_reqs: int, num_heads: int, num_kv_heads: int, num_sms: int, shares_prefixes: bool
 ) -> int:
