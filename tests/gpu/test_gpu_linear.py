@@ -119,19 +119,23 @@ def test_sums_may_be_of_any_size_and_no_numbers(activation: str) -> None:
 
 
 @TOKENS
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("weights", ["plain", "packed", "rounded inputs"])
 def test_a_replayed_chain_never_reads_before_its_input_is_written(
-    tokens: int, is_packed: bool
+    tokens: int, weights: str
 ) -> None:
     """Products that start while the one before drains, each reading what that one wrote, their
     parts and counters used again and again: the same bits as with a pause behind each."""
     x, weight, bias = operands(tokens, 1024, 1024)
     counters = arrival_counters(1024, device=x.device)
     packing = KINDS["int4-g128"]
+    if weights == "rounded inputs":
+        packing = Packing(FP8, None, False, torch.float32, rounds_inputs=True)
     packed = encode(weight, packing)
 
     def product(out: torch.Tensor) -> torch.Tensor:
-        if is_packed:
+        if weights == "rounded inputs":
+            return skinny_scaled_linear(out, packed, bias, packing, counters=counters)
+        if weights == "packed":
             return packed_linear(out, packed, bias, packing, counters=counters)
         return skinny_linear(out, weight, bias, counters=counters)
 

@@ -100,7 +100,7 @@ def skinny_scaled_linear(
         splits = column_splits(tiles, chunks, enough=_ENOUGH_PROGRAMS, most=_MOST_SPLITS)
         require_counters(counters, tiles, device=x.device)
     if tiles * splits <= _ONE_EACH:
-        tile = tile._replace(stages=6)
+        tile = tile._replace(stages=8)
     if splits > 1:
         size = splits * tiles * tile.rows * tile.tokens
         partial = torch.empty(size, dtype=torch.float32, device=x.device)

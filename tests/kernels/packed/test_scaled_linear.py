@@ -110,7 +110,7 @@ def test_few_rows_equal_those_with_what_codes_stand_for(activation: str | None) 
 
 @pytest.mark.parametrize(
     ("shared_bytes", "activation", "stages"),
-    [(227 << 10, None, 6), (227 << 10, "silu", 6), (99 << 10, None, 6), (99 << 10, "silu", 4)],
+    [(227 << 10, None, 8), (227 << 10, "silu", 8), (99 << 10, None, 6), (99 << 10, "silu", 4)],
 )
 def test_chunks_on_their_way_are_no_more_than_shared_memory_holds(
     monkeypatch: pytest.MonkeyPatch, shared_bytes: int, activation: str | None, stages: int
