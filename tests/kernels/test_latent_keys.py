@@ -188,6 +188,18 @@ def test_sums_of_scaled_latents_follow_scores_from_tile_to_tile(growth: int, row
     assert float(found.max()) <= 1.0
 
 
+@pytest.mark.parametrize("rows", [16, 64], ids=["few", "wide"])
+def test_scores_of_scaled_latents_are_capped_before_their_rows_scales_count(rows: int) -> None:
+    from paceline.kernels._triton.paged_extend import latent_config, launch_paged_extend
+
+    call = latent_call(rows, [90], 1, MaskKind.CAUSAL, scaled=True)
+    call = call._replace(weighing=Weighing(0.1, soft_cap=0.5))
+    config = latent_config(rows, 1, is_scaled=True, shared_bytes=ROOMY)
+    launch_paged_extend(call, None, splits=1, config=config)
+    found = errors(call.out, call.q, call.cache, call.rows, call.weighing)
+    assert float(found.max()) <= 1.0
+
+
 def test_float8_keys_that_hold_values_have_scales_of_rows() -> None:
     call = latent_call(16, [40], 1, MaskKind.CAUSAL)
     codes, one = torch.zeros(call.cache.k.shape, dtype=CODE), torch.ones(1)
