@@ -194,6 +194,14 @@ def test_a_launch_beside_another_waits_wherever_it_ends() -> None:
     for end in (ends[0][0], kernel.body[-1]):
         assert ast.unparse(end) == "_end_behind_leader(OVERLAPPED)"
 
+    module = ast.parse((FOLDER / f"{BESIDE.split('.')[0]}.py").read_text())
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    [waiter] = (node for node in functions if node.name == "_end_behind_leader")
+    [_, one] = waiter.body
+    assert isinstance(one, ast.If)
+    assert ast.unparse(one.test) == "tl.program_id(0) + tl.program_id(1) == 0"  # in every grid
+    assert is_wait(one.body[0])
+
 
 @pytest.mark.parametrize("name", SETTLING)
 def test_what_stands_before_states_waits_before_it_lets_who_reads_them_start(name: str) -> None:

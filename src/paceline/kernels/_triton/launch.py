@@ -13,7 +13,8 @@ before it lets the next start: whatever wrote states and slots before it has end
 behind it writes those that they read.  A projection may let `state_step` start at once, and so may
 a norm before it; but in front of a model's first layer stands the embedding, which torch launches
 behind all that was launched before, and in front of every other that keeps states the `state_step`
-of the layer before, which waits before it lets the next start and writes other states.
+of the layer before, which waits before it lets the next start and writes other states.  A drafter,
+whose embedding may be a kernel of ours, keeps none: `_require_attention` in draft_cache.py.
 
 `paged_extend` may be two launches of one call, for other requests each.  The second waits where it
 ends, not where it starts: the first lets it start behind its own wait, so all that both read is
