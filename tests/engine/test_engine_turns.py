@@ -8,7 +8,7 @@ from scheduler_world import FakeDevice, group_specs
 
 from paceline.cache.manager import CacheManager
 from paceline.cache.page_keys import PageKeys
-from paceline.core.errors import CapacityError, PacelineError
+from paceline.core.errors import CapacityError, IntegrityError, PacelineError
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs, Step, StepOutputs
 from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
@@ -169,6 +169,24 @@ def test_an_engine_that_broke_within_a_turn_refuses_to_go_on(failure: BaseExcept
         with pytest.raises(PacelineError, match=r"engine must be whole, got broken by .*build"):
             ask()
     engine.drain()
+
+
+def test_an_engine_whose_books_broke_while_it_was_idle_refuses_to_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _ = make_engine()
+    engine.add("a", [5] * 9, SamplingParams(seed=-1, max_tokens=4))
+    run(engine)
+
+    def fail() -> None:
+        raise IntegrityError("a page went astray")
+
+    monkeypatch.setattr(engine.scheduler.cache, "offer_written", fail)
+    with pytest.raises(IntegrityError, match="astray"):
+        engine.idle()
+    monkeypatch.undo()
+    with pytest.raises(PacelineError, match=r"engine must be whole, got broken by .*astray"):
+        engine.step()
 
 
 def make_tracker(**params: object) -> tuple[Tracker, list[Request]]:
