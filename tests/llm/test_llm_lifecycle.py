@@ -21,9 +21,11 @@ from llm_cases import (
 from cache_probe import num_shared_pages
 from paceline.core.errors import PacelineError
 from paceline.core.request.sampling_params import SamplingParams
+from paceline.core.step import Step
 from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
+from paceline.runner.outputs_ring import LaunchedStep
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +222,25 @@ def test_closing_ends_streams_with_a_last_snapshot(
     for name in ("generate", "abort"):
         with pytest.raises(PacelineError, match="LLM must be open, got closed; build a new one"):
             getattr(llm, name)("x")
+
+
+def test_a_prompt_that_is_aborted_while_a_batch_runs_is_told_in_its_place(
+    llm: LLM, answers: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No turn brings its end."""
+    launch, names = llm._live.runner.launch, list[str]()
+
+    def interrupt(step: Step) -> LaunchedStep:
+        if not names:
+            names.append(list(llm.engine._trackers)[1])
+            assert llm.abort(names[0])
+        return launch(step)
+
+    monkeypatch.setattr(llm._live.runner, "launch", interrupt)
+    found = llm.generate(shared_prompts()[:3], GREEDY)
+    assert [each.outputs[0].finish_reason for each in found] == ["length", "abort", "length"]
+    assert found[1].request_id == names[0]
+    assert [tokens_of([found[i]]) for i in (0, 2)] == [[answers[i]] for i in (0, 2)]
 
 
 def test_text_and_token_ids_of_one_prompt_agree(llm: LLM, answers: list[Tokens]) -> None:

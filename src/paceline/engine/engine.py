@@ -185,8 +185,8 @@ class Engine:
         """
         self._require_whole()
         assert not self.has_work, "a turn has more to do"
-        self.scheduler.cache.offer_written()
         try:
+            self.scheduler.cache.offer_written()
             return self._runner.capture_owed()
         except BaseException as error:
             self._failure = error

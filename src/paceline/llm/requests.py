@@ -156,11 +156,11 @@ def finish_as(
             left = set(trackers) - made.keys()
             while left and engine.has_work:
                 grown = engine.step()
-                done = left.intersection(each for each in grown if each.is_finished)
-                left -= done
-                take([*done])
+                done = [each for each in grown if each.is_finished and each in left]
+                left.difference_update(done)
+                take(done)
             if left:  # which no turn ended
-                take([*left])
+                take([each for each in trackers if each in left])
     finally:
         abort_all(engine, trackers)
     others = iter(make(refused))

@@ -144,6 +144,23 @@ def test_vectors_are_made_while_other_texts_run(
         assert_idle(llm)
 
 
+def test_outputs_that_end_together_are_made_in_the_order_of_their_texts(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So of several that fail in a step the first is told, whatever their addresses are."""
+    made: list[tuple[int, ...]] = []
+    prompts = random_prompts((3,) * 40)
+
+    def note(outputs: list[RequestOutput], params: VectorParams) -> list[EmbeddingOutput]:
+        made.extend(each.prompt_token_ids for each in outputs)
+        return embeddings(outputs, params)
+
+    monkeypatch.setattr("paceline.llm.llm.embeddings", note)
+    with make_llm(embedder) as llm:
+        llm.embed(prompts)
+    assert made == [tuple(ids) for ids in prompts]
+
+
 def test_vectors_are_cut_and_then_made_of_length_1(embedder: Embedder) -> None:
     prompts = random_prompts((9, 20))
     with make_llm(embedder) as llm:
