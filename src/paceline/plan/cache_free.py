@@ -25,7 +25,8 @@ _OF_A_CACHE = (
     "tensor_parallel_size",
 )
 # Where the prefix cache was asked off, the step of a GPU may grow so far, for the longest text.
-# A CPU's may not: its attention to a whole text holds all scores of it.
+# A CPU's may not: its attention to a whole text holds all scores of it.  Nor may that of an engine
+# that was given a share of the GPU: a longer step may not fit, where texts in parts do.
 GROWTH = 2
 
 
@@ -46,7 +47,8 @@ def without_cache(
     tokens, length = given.max_num_batched_tokens, given.max_model_len or config.max_position
     if tokens is None:
         tokens = usual_step(device, config)[0].tokens
-        if prefixes is False and device.device_type == "cuda":
+        has_all = given.gpu_memory_utilization is None
+        if prefixes is False and has_all and device.device_type == "cuda":
             tokens *= GROWTH
     if length > min(tokens, given.chunked_prefill_size or tokens):
         return config

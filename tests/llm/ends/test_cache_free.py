@@ -176,6 +176,8 @@ def test_layers_that_read_a_pool_keep_it(change: dict[str, Any]) -> None:
         (16385, {}, "h200", False),
         (32768, {"enable_prefix_cache": False}, "h200", True),
         (32769, {"enable_prefix_cache": False}, "h200", False),
+        (16384, {"enable_prefix_cache": False, "gpu_memory_utilization": 0.3}, "h200", True),
+        (16385, {"enable_prefix_cache": False, "gpu_memory_utilization": 0.3}, "h200", False),
         (32768, {"enable_prefix_cache": False, "max_num_batched_tokens": 32767}, "h200", False),
     ],
 )
