@@ -223,33 +223,11 @@ def _rope_write_kv_kernel(
             UNIT_OFFSET,
             AXIS_COLUMNS,
         )
-    elif k_cache_ptr is None:
-        _heads(
-            k_ptr + token * stride_k_token,
-            stride_k_head,
-            kv_heads,
-            (block - Q_BLOCKS) * BLOCK_HEADS,
-            cos_sin_ptr,
-            positions_ptr,
-            token,
-            k_norm_ptr,
-            eps,
-            None,
-            0,
-            None,
-            DIM,
-            START,
-            HALF,
-            BLOCK_HEADS,
-            BLOCK_HALF,
-            BLOCK_REST,
-            UNIT_OFFSET,
-            AXIS_COLUMNS,
-        )
     else:
-        slot = tl.load(loc_ptr + token)
-        page = slot // PAGE_SIZE
-        place = slot % PAGE_SIZE
+        if k_cache_ptr is not None:
+            slot = tl.load(loc_ptr + token)
+            page = slot // PAGE_SIZE
+            place = slot % PAGE_SIZE
         if block < Q_BLOCKS + KV_BLOCKS:
             _heads(
                 k_ptr + token * stride_k_token,
@@ -261,7 +239,9 @@ def _rope_write_kv_kernel(
                 token,
                 k_norm_ptr,
                 eps,
-                k_cache_ptr + page * stride_k_page + place * stride_k_slot,
+                None
+                if k_cache_ptr is None
+                else k_cache_ptr + page * stride_k_page + place * stride_k_slot,
                 stride_k_cache_head,
                 k_scale_ptr,
                 DIM,
