@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from box_cases import boxed, replayed_as_it_was, written
 from classifiers import make_cross_encoder
-from embedders import Embedder, assert_vectors, make_embedder
+from embedders import Embedder, assert_vectors
 from llm_cases import assert_idle, make_llm, random_prompts
 
 from paceline.core.errors import ConfigError
@@ -32,16 +32,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "sanitized": {"sanitize": True},
 }
 WHY = "chosen: a step holds the longest text: nothing is written for later ones"
-
-
-@pytest.fixture(scope="module", params=Pooling)
-def pooled(request, tmp_path_factory) -> tuple[Pooling, Embedder]:
-    return request.param, make_embedder(tmp_path_factory.mktemp("embedder"), request.param)
-
-
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory) -> Embedder:
-    return make_embedder(tmp_path_factory.mktemp("last"))
 
 
 @pytest.mark.parametrize("way", WAYS)

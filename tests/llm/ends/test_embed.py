@@ -37,16 +37,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=Pooling)
-def pooled(request, tmp_path_factory) -> tuple[Pooling, Embedder]:
-    return request.param, make_embedder(tmp_path_factory.mktemp("embedder"), request.param)
-
-
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory) -> Embedder:
-    return make_embedder(tmp_path_factory.mktemp("last"))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_vectors_are_those_of_transformers(pooled: tuple[Pooling, Embedder], way: str) -> None:
     """Twice, the second time over a prefix cache that has them all."""
