@@ -50,7 +50,7 @@ def fixes(as_json: bool) -> None:
     cls=Verb,
     epilog=examples(
         "paceline serve --black-box-dir boxes                        writes one where a turn fails",
-        "paceline debug replay boxes/paceline-20260101T120000.000-7.box.json",
+        "paceline debug replay boxes/paceline-20260101T120000.000000000-7.box.json",
         "paceline debug replay FILE --enforce-eager                  is it the graphs?",
         "paceline debug replay FILE --attention-backend torch        is it the backend?",
         "paceline debug replay FILE --device cpu --dtype float32     is it the device?",

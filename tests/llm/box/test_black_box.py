@@ -111,6 +111,18 @@ def test_the_log_has_the_file_and_how_to_run_it(
     assert f"the last steps are in {path.name}; paceline debug replay {path}" in caplog.text
 
 
+def test_boxes_of_one_millisecond_are_two(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with boxed(checkpoint, tmp_path) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        moments = iter((10**18 + 5, 10**18 + 1_005))
+        monkeypatch.setattr(black_box.time, "time_ns", lambda: next(moments))
+        names = [llm.keep_stuck("nowhere"), llm.keep_stuck("nowhere")]
+    assert len(set(names)) == 2
+    assert len(written(tmp_path)) == 2
+
+
 def test_what_is_too_large_has_fewer_steps(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

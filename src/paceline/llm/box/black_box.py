@@ -316,10 +316,10 @@ def _failure(error: Exception) -> Failure:
 
 
 def _file_name() -> str:
-    """Of this moment and process."""
+    """Of this moment and process: within a millisecond boxes are made that must not be one file."""
     now = time.time_ns()
     second = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now // 10**9))
-    return f"paceline-{second}.{now % 10**9 // 10**6:03}-{os.getpid()}{_SUFFIX}"
+    return f"paceline-{second}.{now % 10**9:09}-{os.getpid()}{_SUFFIX}"
 
 
 def _save(path: Path, data: bytes) -> None:
