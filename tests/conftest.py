@@ -85,9 +85,10 @@ def bundled_drafter_is_tested_once() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def what_stays_is_not_looked_through() -> Iterator[None]:
     """An engine that is closed looks for garbage among what is young, as it is, and not through the
-    engines of other tests; a bench or server that ends thaws nothing of modules and tests."""
-    machine = sys.modules.get("paceline.plan.machine")
-    if machine is None:  # nothing that serves
+    engines of other tests; a bench or server that ends thaws nothing of modules and tests.  Not
+    on a GPU: an engine that failed when it was old would keep its memory from the next."""
+    machine, torch = sys.modules.get("paceline.plan.machine"), sys.modules.get("torch")
+    if machine is None or torch is None or torch.cuda.is_available():
         yield
         return
     young = partial(gc.collect, 1)
