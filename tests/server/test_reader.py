@@ -55,6 +55,14 @@ def test_one_token_more_is_refused_in_whatever_prompt(num_prompt: int, max_token
         assert (got.value.status, got.value.code) == (400, "context_length_exceeded")
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_is_refused_by_the_name_it_came_with(name: str) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], name: 0}
+    with pytest.raises(ApiError, match=f"^{name} must be an integer of at least 1") as got:
+        BUNDLED_READER.read(CHAT, json.dumps(body).encode())
+    assert (got.value.status, got.value.param) == (400, name)
+
+
 def test_an_empty_text_is_refused() -> None:
     tokenizer = SimpleNamespace(fewest_tokens=lambda *_: 0, encode=lambda *_, **__: [])
     with pytest.raises(ApiError, match="prompt must be at least one token, got none"):

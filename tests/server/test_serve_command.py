@@ -11,8 +11,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from subprocess import PIPE
+from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 from click.testing import CliRunner
 from serving import FIRST_WORDS, Hosted, Turns, small_llm
@@ -21,11 +23,16 @@ from children import PACELINE, child
 from paceline.cli.app import app
 from paceline.cli.lines import Lines
 from paceline.core.errors import ConfigError
+from paceline.core.modes import End
 from paceline.server import run
+from paceline.server.bodies.wire import CompletionRequest
 from paceline.server.border import process
 from paceline.server.border.live_forms import FormLimits
+from paceline.server.border.messages import NO_VECTORS, Vectors
 from paceline.server.limits import ServerLimits
-from paceline.server.run import Address, bind, serve
+from paceline.server.run import Address, banner, bind, serve
+from paceline.server.tools.formats import UNKNOWN
+from paceline.server.vectors.wire import EmbeddingsRequest, ScoreRequest
 
 COMMAND = [*PACELINE, "serve", "--port", "0", "--threads", "1", "--enforce-eager"]
 BODY = {"model": "bundled", "prompt": "x", "temperature": 0, "ignore_eos": True, "stream": True}
@@ -185,6 +192,23 @@ def test_a_stderr_that_is_gone_drops_what_is_said():
     lines.close()
     os.close(write_end)
     assert lines.num_dropped == 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "vectors", "path", "kind"),
+    [
+        ((End.GENERATE, End.SCORE), NO_VECTORS, "completions", CompletionRequest),
+        ((End.POOL,), Vectors(width=8, normalizes=True), "embeddings", EmbeddingsRequest),
+        ((End.POOL,), Vectors(width=1, normalizes=True, label_act="s"), "score", ScoreRequest),
+    ],
+)
+def test_what_a_server_teaches_is_what_its_model_answers(ends, vectors, path, kind):
+    reader = SimpleNamespace(formats=UNKNOWN)
+    service = SimpleNamespace(model="m", ends=ends, vectors=vectors, reader=reader)
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        url, body = re.search(r"curl (\S+) .* -d '(.*)'$", banner(service, bound)).groups()
+    assert url.endswith(f"/v1/{path}")
+    assert msgspec.json.decode(body, type=kind).model == "m"
 
 
 def test_a_second_ctrl_c_does_not_wait():

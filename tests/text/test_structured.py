@@ -6,6 +6,7 @@ import llguidance
 import llguidance.hf
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Core
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -107,6 +108,38 @@ def test_a_fork_goes_on_by_itself(compiler, tokenizer):
     before = allowed_by(made)
     one.accept(tokenizer.encode("no")[0])
     assert allowed_by(one) != allowed_by(other) == before == allowed_by(made)
+
+
+@pytest.fixture(scope="module")
+def marked():
+    """A tokenizer with a token that is text, as those of calls are, and with one that is none."""
+    core = Core.from_file(str(BUNDLED / "tokenizer.json"))
+    core.add_tokens([AddedToken("<tool_call>", normalized=False, special=False)])
+    core.add_special_tokens(["<|end|>"])
+    return Tokenizer(core, {})
+
+
+@pytest.fixture(scope="module")
+def of_marked(marked):
+    return StructureCompiler(marked, vocab_size=VOCAB + 100, end_ids=[END])
+
+
+@pytest.mark.parametrize(
+    "said", ["a<tool_call>\n", "<|end|>", "<|end|><tool_call><|end|>x", "x<tool_call><tool_call>"]
+)
+def test_a_forced_text_that_reads_like_an_added_token_can_be_said(marked, of_marked, said):
+    grammar, spelled = of_marked.grammar(form_of("choice", [said])).fork(), []
+    while not grammar.is_done and (allowed := allowed_by(grammar, VOCAB + 100) - {END}):
+        spelled.append(min(allowed))
+        grammar.accept(spelled[-1])
+    assert marked.decode(spelled) == said
+    assert spelled.count(VOCAB) == said.count("<tool_call>")  # as the model knows them
+    assert VOCAB + 1 not in spelled
+
+
+def test_of_added_tokens_those_that_are_text_may_stand_in_a_text(of_marked, compiler):
+    found = allowed_by(of_marked.grammar(form_of("regex", "(?s:.*)")), VOCAB + 100)
+    assert found == allowed_by(compiler.grammar(form_of("regex", "(?s:.*)"))) | {VOCAB}
 
 
 @pytest.mark.parametrize("vocab", [VOCAB + 100, VOCAB - 100])

@@ -1,6 +1,7 @@
 """Bind, load, serve, drain: the life of a server process."""
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigError
+from paceline.core.modes import End
 from paceline.plan.machine import settled
 from paceline.server.access.access import OPEN_ACCESS, Access
 from paceline.server.app import Tracing, build_app, build_loading_app
@@ -264,9 +266,19 @@ def banner(service: Service, bound: socket.socket, access: Access = OPEN_ACCESS)
     )
     url = f"{'http' if access.certfile is None else 'https'}://{reachable}:{port}"
     key = " -H 'Authorization: Bearer '$PACELINE_API_KEY" if access.api_keys else ""
-    body = f'{{"model": "{service.model}", "prompt": "def fibonacci(n):", "max_tokens": 48}}'
+    path, asked = _example(service)
+    body = json.dumps({"model": service.model} | asked)
     return (
         f"serving {service.model} on {url}/v1, Ctrl-C stops\n"
-        f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+        f"  curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
         f"{service.reader.formats.line()}"
     )
+
+
+def _example(service: Service) -> tuple[str, dict[str, object]]:
+    """A path that answers for this model, and what to ask there."""
+    if End.GENERATE in service.ends:
+        return "/v1/completions", {"prompt": "def fibonacci(n):", "max_tokens": 48}
+    if service.vectors.label_act is not None:
+        return "/v1/score", {"text_1": "What is a cat?", "text_2": "An animal."}
+    return "/v1/embeddings", {"input": "What is a cat?"}

@@ -62,7 +62,10 @@ class StructureCompiler:
             if self._core is None and self._fault is None:
                 try:
                     self._core = llguidance.LLTokenizer(
-                        self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=end_ids
+                        llguidance.TokenizerWrapper(
+                            _Vocabulary(self._tokenizer, end_ids, self._vocab_size)
+                        ),
+                        eos_token=end_ids,
                     )
                 except Exception as error:  # noqa: BLE001  of another's reader; most ask for no form
                     self._fault = _short(str(error) or repr(error))
@@ -113,6 +116,43 @@ class StructureCompiler:
         if fault:
             raise _error(wanted.kind, fault)
         return StructuredGrammar(matcher, wanted.kind)
+
+
+class _Vocabulary:
+    """A model's tokens as llguidance reads them: what each adds to a text, in bytes; without text
+    one of `vocab_size` that the tokenizer does not have.
+
+    Its own reader of tokenizer.json takes every added token for one that is no text, and yet splits
+    texts into them: a grammar that forces "<tool_call>" then refuses the one token that it allows.
+    Here an added token is text unless it is special or ends an answer, and special ones stand for
+    themselves: a text that reads like one is made of others.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int], vocab_size: int) -> None:
+        import llguidance
+
+        added = tokenizer.added_tokens
+        special = {token for token, is_special in added.items() if is_special} | set(end_ids)
+        self._core = llguidance.LLTokenizer(tokenizer.to_json(), slices=[])
+        self.eos_token_id = end_ids[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.special_token_ids = sorted(special)
+        self.tokens = [
+            b""
+            if tokenizer.token(token) is None
+            else tokenizer.added_text(token).encode()
+            if token in added and token not in special
+            else self._core.decode_bytes([token])
+            for token in range(vocab_size)
+        ]
+        # Behind the first character of each text that reads like a special token.
+        names = filter(None, map(tokenizer.token, self.special_token_ids))
+        ends = (f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names if name[1:])
+        self._inside_special = re.compile("|".join(ends) or "(?!)")
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        parts = self._inside_special.split(text if isinstance(text, str) else text.decode())
+        return [token for part in parts for token in self._core.tokenize_str(part)]
 
 
 class StructuredGrammar:

@@ -93,6 +93,12 @@ class Tokenizer:
         """What each id stands for."""
         return {index: token for token, index in self._core.get_vocab(True).items()}
 
+    @property
+    def added_tokens(self) -> dict[int, bool]:
+        """Tokens that a text is split into before all others, and whether each is special."""
+        found = self._core.get_added_tokens_decoder()
+        return {index: bool(token.special) for index, token in found.items()}
+
     def to_json(self) -> str:
         """The content of a tokenizer.json that makes the same tokens."""
         return self._core.to_str()

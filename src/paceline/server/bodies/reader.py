@@ -106,15 +106,12 @@ class Reader:
         del body
         ignored = sorted(set(ignored_in(asked)))
         told = msgspec.json.encode(asked.told()) if isinstance(asked, ResponsesRequest) else b""
-        if isinstance(asked, ChatRequest):
-            found = self._chat(asked)
-        else:
-            names = asked.NAMES
-            try:
-                found = self._chat(asked.as_chat())
-            except (ApiError, RequestError) as error:
-                fault = error if isinstance(error, ApiError) else as_api_error(error)
-                raise fault.called(names) from error
+        names = asked.names if isinstance(asked, ChatRequest) else asked.NAMES
+        try:
+            found = self._chat(asked if isinstance(asked, ChatRequest) else asked.as_chat())
+        except (ApiError, RequestError) as error:
+            fault = error if isinstance(error, ApiError) else as_api_error(error)
+            raise fault.called(names) from error
         return msgspec.structs.replace(found, ignored=ignored, told=told)
 
     def check_model(self, name: str) -> None:

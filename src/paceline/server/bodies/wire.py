@@ -5,7 +5,7 @@ Types are strict and unknown fields are refused.  null means the same as leaving
 answer: they are accepted and not kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -234,6 +234,11 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     store: Annotated[Unserved, Refusal((False,), "nothing is stored here")] = UNSET
     verbosity: Annotated[Unserved, Refusal(("medium",), "ask for it in a message")] = UNSET
     web_search_options: Annotated[Unserved, Refusal((), "this server searches nothing")] = UNSET
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Of a param, as SamplingParams calls it, to what stands for it here."""
+        return {"max_tokens": "max_completion_tokens"} if self.max_tokens is None else {}
 
     def check(self, place: Place) -> None:
         GenerationRequest.check(self, place)
