@@ -1,6 +1,7 @@
 """Drafters with one fault each, of the kind that touches dead bytes; an EAGLE head does the rest.
 
-A drafter's fault cannot change the text: each shows in its drafts, or in what it keeps, alone.
+A drafter's fault cannot change the text, but for another root: each shows in its drafts, or in what
+it keeps, alone.
 """
 
 import torch
@@ -70,6 +71,15 @@ class WritesOthersFeature(WrappedProposer):
     def observe(self, observed: Observed) -> None:
         self.inner.observe(observed)
         self.features[OUTSIDE].fill_(1.0)
+
+
+class SaysAnotherRoot(WrappedProposer):
+    """Puts its own token where the newest one stands, which alone changes the text."""
+
+    def propose(self, state: RoundState) -> DraftTree:
+        tree = super().propose(state)
+        tree.tokens[:, 0].add_(1).remainder_(VOCAB)
+        return tree
 
 
 class ForgetsToObserve(WrappedProposer):

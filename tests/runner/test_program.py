@@ -5,12 +5,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from operators import Operators
-from tiny_drafters import CHAIN, eagle3, ngram
+from tiny_drafters import CHAIN, TREE, eagle3, ngram
 from tiny_runner import Driver, TinyModel, random_prompts
 from torch import Tensor
 
+from paceline.core.draft_shape import DraftShape
+from paceline.core.errors import KernelArgumentError
 from paceline.models.decoder import Hidden
+from paceline.runner.proposer import DraftTree, Proposer, RoundState
 
 
 class Seen(NamedTuple):
@@ -96,3 +100,47 @@ def test_a_step_that_the_drafter_need_not_follow_leaves_it_out(tiny: TinyModel) 
 def test_the_likeliest_tokens_are_sought_where_the_step_asks(tiny: TinyModel) -> None:
     asked = [operators_of_a_decode_step(tiny, logprobs=logprobs) for logprobs in (True, False)]
     assert ["aten::topk" in seen for seen in asked] == [True, False]
+
+
+class Returns(Proposer):
+    """Of every round the same, whatever its form."""
+
+    name = "a stranger"
+
+    def __init__(self, shape: DraftShape, made: Any) -> None:
+        self.shape, self._made = shape, made
+
+    def propose(self, state: RoundState) -> DraftTree:
+        return self._made
+
+
+@pytest.mark.parametrize(
+    ("shape", "made", "text"),
+    [
+        (CHAIN, None, r"tokens .* must be \[1, 4\], .*, got None;"),
+        (
+            CHAIN,
+            DraftTree(torch.zeros(1, 6), None),
+            r"tokens .* must be \[1, 4\], .*, got \[1, 6\];",
+        ),
+        (CHAIN, DraftTree(torch.zeros(4), None), r"tokens .* must be \[1, 4\], .*, got \[4\];"),
+        (
+            CHAIN,
+            DraftTree(torch.zeros(1, 4), torch.zeros(1, 4)),
+            r"^parents of the drafts by a stranger must be None, of a chain, got \[1, 4\];",
+        ),
+        (
+            TREE,
+            DraftTree(torch.zeros(1, 6), None),
+            r"parents .* must be \[1, 6\], .*, got None;",
+        ),
+    ],
+    ids=["nothing", "too many", "flat", "a tree of a chain", "no tree"],
+)
+def test_drafts_of_another_form_are_refused_by_the_name_of_who_made_them(
+    tiny: TinyModel, shape: DraftShape, made: Any, text: str
+) -> None:
+    driver = Driver(tiny, draft=shape, make_proposer=lambda _: Returns(shape, made), boot=False)
+    driver.prefill({2: random_prompts([5])[0]})
+    with pytest.raises(KernelArgumentError, match=text):
+        driver.rounds((2,), 1)

@@ -1,5 +1,6 @@
 """The sanitizer over rounds: drafters that touch dead bytes are named, though the text is right."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -224,6 +225,12 @@ def test_a_drafter_that_touches_dead_bytes_is_reported_by_name_and_line(
     in_round = not issubclass(kind, faulty.ForgetsToObserve | faulty.WritesOthersFeature)
     assert ("round of 3 requests, padded to " in report) == in_round
     assert bool(replays) == (in_round and graph_max_reqs is not None)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_drafter_that_says_another_root_is_reported(tiny: TinyModel, shape: DraftShape) -> None:
+    report = report_of(tiny, faulty.SaysAnotherRoot, shape)
+    assert re.match(r"root of row 2 in the drafts by EAGLE3 must be \d+, the newest token", report)
 
 
 def test_a_round_that_is_another_when_it_runs_again_is_reported(tiny: TinyModel) -> None:

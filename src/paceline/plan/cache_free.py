@@ -40,9 +40,8 @@ def without_cache(
     one query begin alike.
     """
     prefixes = asked.get("enable_prefix_cache")
-    unasked = EngineOptions()
-    is_asked = any(getattr(given, name) != getattr(unasked, name) for name in _OF_A_CACHE)
-    if not _can(config) or is_asked or prefixes or (prefixes is None and config.label_act):
+    is_unasked = prefixes is None and config.label_act
+    if not _can(config) or asked_of_a_cache(given) or prefixes or is_unasked:
         return config
     tokens, length = given.max_num_batched_tokens, given.max_model_len or config.max_position
     if tokens is None:
@@ -53,6 +52,12 @@ def without_cache(
     if length > min(tokens, given.chunked_prefill_size or tokens):
         return config
     return replace(config, layers=tuple(replace(layer, cache_free=True) for layer in config.layers))
+
+
+def asked_of_a_cache(given: EngineOptions) -> list[str]:
+    """Fields by which an engine has a cache that could do without; prefixes left aside."""
+    unasked = EngineOptions()
+    return [name for name in _OF_A_CACHE if getattr(given, name) != getattr(unasked, name)]
 
 
 def _can(config: ModelConfig) -> bool:

@@ -44,7 +44,14 @@ from paceline.runner.draft_paths import (
 )
 from paceline.runner.encoder import EncoderRunner
 from paceline.runner.prompt_logprobs import prompt_logprobs
-from paceline.runner.proposer import NOBODY, DraftTree, Observed, Proposer, RoundState
+from paceline.runner.proposer import (
+    NOBODY,
+    DraftTree,
+    Observed,
+    Proposer,
+    RoundState,
+    require_tree,
+)
 from paceline.runner.table.request_table import RequestTable
 
 
@@ -265,11 +272,12 @@ class StepProgram:
                 draws=parts.rejects,
             )
         )
+        require_tree(tree, parts.proposer, padded_reqs=view.padded_reqs)
         if self._masked:
             tree = given_tree(tree, parts.buffers.given(view))
         view.input_ids.view(tree.tokens.shape).copy_(tree.tokens)
         if view.tree_mask is not None:
-            assert tree.parents is not None, f"{parts.proposer.name} promised trees"
+            assert tree.parents is not None, "see require_tree"
             parents = parts.buffers.parents[: view.padded_tokens]
             parents.view(tree.parents.shape).copy_(tree.parents)
             derive_tree(parents, view)

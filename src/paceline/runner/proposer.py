@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVPool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
+from paceline.core.errors import KernelArgumentError
 from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step
 from paceline.kernels.derive_rope import RopeRows
@@ -120,3 +121,23 @@ class Nobody(Proposer):
 
 
 NOBODY = Nobody()
+
+
+def require_tree(tree: DraftTree, proposer: Proposer, *, padded_reqs: int) -> None:
+    """Refuse what a proposer may not return, by shapes alone: what is drafted, the device knows.
+
+    Raises KernelArgumentError.
+    """
+    shape = (padded_reqs, proposer.shape.num_draft_tokens)
+    for name, is_there in (("tokens", True), ("parents", not proposer.shape.is_chain)):
+        got: object = getattr(tree, name, tree)
+        found = list(got.shape) if isinstance(got, Tensor) else got
+        if found != (list(shape) if is_there else None):
+            raise KernelArgumentError.about(
+                f"{name} of the drafts by {proposer.name}",
+                expected=f"{list(shape)}, of each padded request its root and drafts"
+                if is_there
+                else "None, of a chain",
+                got=found,
+                remedy="return what Proposer.propose promises",
+            )

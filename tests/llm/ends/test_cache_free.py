@@ -104,10 +104,13 @@ def test_a_record_is_replayed_without_a_cache(embedder: Embedder, tmp_path: Path
         llm.keep_stuck("nowhere")
     [record] = written(tmp_path)
     assert replayed_as_it_was(record, sanitize=True).num_restored == 0
-    with pytest.raises(
-        ConfigError, match=r"^cache groups of the model and its drafter must be 0, "
-    ):
-        replay(record, {"attention_backend": "torch"})
+    assert replay(record, {"dtype": "bfloat16", "attention_backend": "auto"}).end.endswith("ended")
+    for asked in ({"attention_backend": "torch"}, {"enable_prefix_cache": True}):
+        [(name, value)] = asked.items()
+        with pytest.raises(
+            ConfigError, match=rf"^{name} must be left out: .*no KV cache.*, got {value}; leave it"
+        ):
+            replay(record, asked)
 
 
 LAYER = LayerSpec(heads=Heads(4, 2, 64, 64))

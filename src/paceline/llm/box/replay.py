@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import CapacityError, ConfigError
-from paceline.core.options.asked import named
+from paceline.core.options.asked import engine_options, named
 from paceline.core.options.engine_options import known
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step
 from paceline.engine.loop import Launched
@@ -23,6 +23,7 @@ from paceline.llm.box.record import NON_FINITE, Landed, Record, made_by
 from paceline.llm.box.restore import Restorer, RestoreSpace, spare_pages
 from paceline.llm.box.table_rows import KnownRows
 from paceline.llm.prepare import Prepared, prepare
+from paceline.plan.cache_free import asked_of_a_cache
 from paceline.plan.machine import release_memory
 
 # What steps were made for: another value is another step.
@@ -103,6 +104,7 @@ def options_of(record: Record, asked: Mapping[str, object]) -> dict[str, object]
     for name in _FOLLOWING.keys() & asked.keys():
         left |= _FOLLOWING[name]
     if not record.made.num_pages:
+        _require_no_cache(asked)
         left |= _OF_NO_CACHE
     if options["page_size"] == options.get("state_checkpoint_every"):
         left.add("page_size")  # it follows, and may not be asked where states are alone
@@ -128,6 +130,21 @@ def replay(
     finally:
         booted.close()
         release_memory()
+
+
+def _require_no_cache(asked: Mapping[str, object]) -> None:
+    """Of a record without one: whatever is asked of a cache makes one, and no step has its pages.
+
+    Raises ConfigError.
+    """
+    names = asked_of_a_cache(engine_options(asked))
+    for name in names + ["enable_prefix_cache"] * bool(asked.get("enable_prefix_cache")):
+        raise ConfigError.about(
+            name,
+            expected="left out: the engine of the record had no KV cache, nor have its steps pages",
+            got=asked[name],
+            remedy="leave it out; another device, dtype or --enforce-eager may be asked",
+        )
 
 
 class _Player:

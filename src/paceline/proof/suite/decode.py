@@ -29,14 +29,22 @@ def _lengths() -> tuple[Case, ...]:
         uniform_case(_BASE, "page-edges", _EDGES),
         uniform_case(two, "one", (37,)),
         uniform_case(eight, "long-and-short", (110, 1, 2, 3, 1)),
+        _many(33),
         live_sizes_case(_BASE, "every-live-size", (15, 33, 7, 48, 16, 1, 90, 31)),
         with_frozen(uniform_case(_BASE, "frozen-rows", (31, 15, 40, 7)), (), (0,), (1, 3)),
         *full(
             with_frozen(live_sizes_case(_BASE, "frozen-alone", (30, 40, 15)), (), (0,), (1,)),
             uniform_case(_BASE, "full-bucket", (31, 1, 47, 16)),
             uniform_case(eight, "quarter-bucket", (50, 17)),
+            _many(130),
         ),
     )
+
+
+def _many(requests: int) -> Case:
+    """More requests than a block or a warp of them."""
+    base = replace(_BASE, captured_reqs=requests, num_heads=2, num_kv_heads=1)
+    return uniform_case(base, f"many{requests}", [1 + 7 * row % 23 for row in range(requests)])
 
 
 def _steady() -> Case:
@@ -110,6 +118,7 @@ def _heads() -> tuple[Case, ...]:
     return (
         uniform_case(replace(_BASE, num_heads=8), "gqa4-page-edges", _EDGES),
         uniform_case(replace(_BASE, num_heads=8, num_kv_heads=1), "mqa8", _EDGES),
+        uniform_case(replace(_BASE, num_heads=24, num_kv_heads=1), "mqa24", _EDGES),
         uniform_case(replace(_BASE, dtype="float16"), "float16", _EDGES),
         *full(
             uniform_case(replace(_BASE, num_kv_heads=4), "mha-page-edges", _EDGES),

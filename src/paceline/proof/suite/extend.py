@@ -58,6 +58,7 @@ def _pages() -> tuple[Case, ...]:
 def _heads() -> tuple[Case, ...]:
     mha, mqa = replace(_BASE, num_kv_heads=4), replace(_BASE, num_kv_heads=1)
     gqa4, gqa7 = replace(_BASE, num_heads=8), replace(_BASE, num_heads=14)
+    mqa24 = replace(mqa, num_heads=24)
     return (
         ragged_case(mqa, "mqa-total-exact-page", ((7, 9), (20, 12), (0, 16))),
         ragged_case(gqa7, "gqa7", _EDGES),
@@ -65,6 +66,7 @@ def _heads() -> tuple[Case, ...]:
         ragged_case(replace(_BASE, dtype="float32"), "float32", _EDGES),
         *full(
             ragged_case(mha, "mha-ragged-edges", _EDGES),
+            ragged_case(mqa24, "mqa24", _EDGES),
             ragged_case(gqa4, "gqa4-cross-page", ((10, 12), (30, 5))),
             ragged_case(replace(_BASE, dtype="float16"), "float16", _EDGES),
         ),
@@ -93,7 +95,9 @@ def mixed_cases() -> tuple[Case, ...]:
         ragged_case(replace(base, page_size=1), "page1", ((9, 1), (0, 6), (17, 1))),
         ragged_case(shared, "shared-prefix", ((32, 1), (35, 9), (41, 1))),
         with_frozen(ragged_case(base, "frozen-rows", rows), (), (1,), (0, 2)),
+        _many(17, 70),
         *full(
+            _many(130, 150),
             ragged_case(base, "chunks-first", ((16, 16), (0, 9), (31, 1), (40, 1))),
             ragged_case(spread, "interleaved-mqa", rows),
             ragged_case(replace(base, layers=(Layer(),) * 2, soft_cap=20.0), "soft-cap", rows),
@@ -101,3 +105,11 @@ def mixed_cases() -> tuple[Case, ...]:
             ragged_case(replace(base, sinks=True), "sinks", rows),
         ),
     )
+
+
+def _many(requests: int, longest: int) -> Case:
+    """More requests than a block of them, and one that brings more tokens than a tile of rows."""
+    base = replace(base_case(ForwardMode.MIXED), num_heads=2, num_kv_heads=1)
+    short = [(1 + 7 * row % 23, 1 + row % 3 // 2) for row in range(1, requests)]
+    rows = (*short[: requests // 2], (5, longest), *short[requests // 2 :])
+    return ragged_case(base, f"many{requests}", rows)

@@ -62,7 +62,11 @@ def _verify_options() -> tuple[Case, ...]:
         tree_case(replace(_VERIFY, layers=(Layer(),) * 2), "topk4-layers2", _EDGES, _TOPK4),
         tree_case(replace(_VERIFY, sinks=True), "topk4-sinks", _EDGES, _TOPK4),
         tree_case(fp8, "topk2-fp8-cache", _EDGES, beam(2, 1)),
+        tree_case(replace(_VERIFY, captured_reqs=2), "nodes40", (15, 31), irregular(40), chain(40)),
         *full(
+            tree_case(
+                replace(_VERIFY, num_heads=24, num_kv_heads=1), "topk4-mqa24", _EDGES, _TOPK4
+            ),
             tree_case(replace(_VERIFY, num_kv_heads=1), "topk4-mqa", _EDGES, _TOPK4),
             tree_case(replace(_VERIFY, num_kv_heads=4), "topk2-mha", _EDGES, beam(2, 1)),
             tree_case(replace(_VERIFY, num_heads=14), "topk4-gqa7", _EDGES, _TOPK4),

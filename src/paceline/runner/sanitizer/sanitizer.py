@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import SanitizerError, message
+from paceline.core.padding import PAD_ROW
+from paceline.runner.extents import PaddedSize
 from paceline.runner.program import Parts
 from paceline.runner.sanitizer.journal import OperatorCall, listen, readers, writers
 from paceline.runner.sanitizer.poison import Region
@@ -44,12 +46,30 @@ class Sanitizer:
             before, were = copies(named), _places(named)
             checked.run()
             self._require_in_place(were)
+            if checked.step.is_round:
+                self._require_roots(checked.size)
             runs = PoisonedRuns(self._parts, checked, named, before)
             try:
                 if not _is_clean(runs):
                     raise SanitizerError(self._report(runs, checked))
             finally:
                 runs.finish()
+
+    def _require_roots(self, size: PaddedSize) -> None:
+        """The first row of a request is its newest token, whatever a proposer says: what follows
+        is sampled behind it.  Raises SanitizerError."""
+        buffers, history = self._parts.buffers, self._parts.table.token_ids
+        rows, places = buffers.row_ids[: size.reqs], buffers.prefix_lens[: size.reqs].long()
+        known = history[rows, places].tolist()
+        drafts = buffers.input_ids[: size.tokens].view(size.reqs, -1)
+        for row, root, got in zip(rows.tolist(), known, drafts[:, 0].tolist(), strict=True):
+            if row != PAD_ROW and root != got:
+                raise SanitizerError.about(
+                    f"root of row {row} in the drafts by {self._parts.proposer.name}",
+                    expected=f"{root}, the newest token",
+                    got=got,
+                    remedy="leave column 0 of the tokens as state.view has it",
+                )
 
     def _require_in_place(self, were: Mapping[str, int]) -> None:
         """A step writes in place: of a buffer that it replaces, a graph knows the old address."""
