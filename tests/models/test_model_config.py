@@ -566,6 +566,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LLAMA | {"use_bidirectional_attention": True},
         "use_bidirectional_attention must be absent, got True; this model_type",
     ),
+    "bidirectional in transformers' own word": (
+        LLAMA | {"is_causal": False},
+        "is_causal must be true, or absent, got False; this model_type is served as a causal model",
+    ),
 }
 
 

@@ -92,6 +92,11 @@ def _dtype(fields: Fields) -> str:
 
 
 def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
+    if not fields.flag("is_causal", True) and any(
+        layer.attends and layer.causal for layer in config.layers
+    ):
+        remedy = "this model_type is served as a causal model"
+        fields.fail("is_causal", "true, or absent", False, remedy=remedy)
     for heads in config.heads:
         if heads.num_heads % heads.num_kv_heads:
             expected = f"a divisor of num_attention_heads {heads.num_heads}"
