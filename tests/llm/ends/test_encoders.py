@@ -157,6 +157,20 @@ def test_a_window_has_both_its_ends(tmp_path: Path, window: int) -> None:
         assert_vectors(llm.embed(prompts), [encoder.vector(p, Pooling.MEAN) for p in prompts])
 
 
+def test_modernbert_reads_what_transformers_reads(tmp_path: Path) -> None:
+    """Its own bases of rope and not Gemma's, and half a window where the file says that."""
+    encoder, prompts = make_encoder("modernbert-windows", tmp_path), random_prompts((30, 5))
+    told = json.loads((tmp_path / "config.json").read_text())
+    del told["rope_parameters"]
+    told |= {"global_rope_theta": 700.0, "local_rope_theta": 90.0, "sliding_window": 3}
+    told |= {"rope_theta": 11.0, "rope_local_base_freq": 13.0}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    theirs = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager")
+    encoder = Embedder(tmp_path, theirs)
+    with make_llm(encoder) as llm:
+        assert_vectors(llm.embed(prompts), [encoder.vector(p, Pooling.MEAN) for p in prompts])
+
+
 def test_a_causal_step_would_show(tmp_path: Path, monkeypatch) -> None:
     """What these tests would find: attention that looks back alone, as some engines' fallbacks."""
     encoder, prompts = make_encoder("bert", tmp_path), random_prompts((9,))
