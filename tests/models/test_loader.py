@@ -21,6 +21,7 @@ from paceline.core.lfs import is_lfs_pointer
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
+from paceline.models.checkpoint import open_checkpoint
 from paceline.models.config import parse_config
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
@@ -494,6 +495,22 @@ def test_progress_reaches_the_end_when_shown_and_is_silent_otherwise(
     load(folder, progress=True)
     shown = capsys.readouterr().err
     assert "loading weights: 100%" in shown
+
+
+def test_shards_of_one_name_in_two_folders_are_two(folder: Path) -> None:
+    index = json.loads((folder / INDEX_NAME).read_text())
+    for number, name in enumerate(sorted(set(index["weight_map"].values()))):
+        (folder / str(number)).mkdir()
+        (folder / name).rename(folder / str(number) / "model.safetensors")
+        moved = {
+            key: f"{number}/model.safetensors"
+            for key, at in index["weight_map"].items()
+            if at == name
+        }
+        index["weight_map"] |= moved
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    with open_checkpoint(folder) as checkpoint:
+        assert sorted(checkpoint.names) == sorted(index["weight_map"])
 
 
 def test_the_index_names_the_files_that_are_read(folder: Path) -> None:

@@ -566,6 +566,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LLAMA | {"use_bidirectional_attention": True},
         "use_bidirectional_attention must be absent, got True; this model_type",
     ),
+    "bidirectional in transformers' own word": (
+        LLAMA | {"is_causal": False},
+        "is_causal must be true, or absent, got False; this model_type is served as a causal model",
+    ),
 }
 
 
@@ -576,3 +580,9 @@ def test_what_we_cannot_do_is_refused_by_name(case: str) -> None:
         parse_config(config)
     assert re.search(text, str(caught.value)), str(caught.value)
     assert str(caught.value).startswith("config.json: ")
+
+
+@pytest.mark.parametrize("given", [{"model_type": "bert"}, GEMMA])
+def test_a_model_that_sees_ahead_may_say_so_in_both_words(given: dict[str, Any]) -> None:
+    said = {"use_bidirectional_attention": True, "is_causal": False}
+    assert parse_config(given | said).looks_ahead

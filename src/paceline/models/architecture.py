@@ -74,6 +74,5 @@ class Architecture:
     left_out: str | None = None  # a pattern of the tensors, as we name them, that its checkpoints
     # leave out, which are zeros
     names_experts: bool = False  # its checkpoints name each expert's tensors, or stack them
-    sees_ahead: bool = False  # its files may say that tokens see one another in both directions
     predicts: str | None = None  # how tensors of a layer that predicts a token further are named
     # where there is one, {} being the number of layers: the model itself does not run it

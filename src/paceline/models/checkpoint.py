@@ -1,5 +1,6 @@
 """The safetensors files of a folder as one lazily read set of named tensors."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -188,7 +189,7 @@ def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
     with ExitStack() as stack:
         shards = {}
         for path in weight_files(folder):
-            shards[path.name] = stack.enter_context(_open_shard(path))
+            shards[os.path.relpath(path, folder)] = stack.enter_context(_open_shard(path))
         yield Checkpoint(shards)
 
 

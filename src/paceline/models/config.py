@@ -42,8 +42,6 @@ def parse_config(
             remedy="use a model of a supported architecture",
         )
     file = ARCHITECTURES[model_type]
-    if not file.sees_ahead:
-        fields.refuse("use_bidirectional_attention", "this model_type is served as a causal model")
     fields = fields.behind(file.defaults)
     layers = fields.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MOST_LAYERS:
@@ -92,6 +90,11 @@ def _dtype(fields: Fields) -> str:
 
 
 def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
+    if any(layer.attends and layer.causal for layer in config.layers):
+        remedy = "this model_type is served as a causal model"
+        fields.refuse("use_bidirectional_attention", remedy)
+        if not fields.flag("is_causal", True):
+            fields.fail("is_causal", "true, or absent", False, remedy=remedy)
     for heads in config.heads:
         if heads.num_heads % heads.num_kv_heads:
             expected = f"a divisor of num_attention_heads {heads.num_heads}"

@@ -17,7 +17,7 @@ from paceline.core.model.encoder import HeadStage
 from paceline.core.modes import POOLS, End, Pooling
 from paceline.models.classifier import classifying, is_classifier
 from paceline.models.fields import Fields
-from paceline.models.locate import ModelSource
+from paceline.models.locate import ModelSource, paths_of
 
 _MODES = {
     "cls": Pooling.CLS,
@@ -91,7 +91,7 @@ def _is_body(architectures: object) -> bool:
     return any(isinstance(name, str) and name.endswith("Model") for name in architectures[:1])
 
 
-def _said(modules: Sequence[Any], pooling: Mapping[str, Any]) -> Pooling:
+def _said(modules: list[Any], pooling: Mapping[str, Any]) -> Pooling:
     """The pooling that files of sentence-transformers ask for."""
     types = _types(modules)
     if not _IN_ORDER.fullmatch(" ".join(types)):
@@ -110,7 +110,7 @@ def _said(modules: Sequence[Any], pooling: Mapping[str, Any]) -> Pooling:
     modes += [mode] if isinstance(mode, str) else []
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ModelError.about(
-            "1_Pooling/config.json",
+            f"{paths_of(modules, 'Pooling')[0]}/config.json",
             expected=f"one mode of {', '.join(sorted(_MODES))}",
             got=" and ".join(modes) or "none",
             remedy="use a model that pools so, or correct that file",

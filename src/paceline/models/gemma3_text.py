@@ -51,5 +51,4 @@ ARCHITECTURE = Architecture(
     defaults=DEFAULTS | {"vocab_size": 262_208, "max_position_embeddings": 131_072},
     ignored=COMPUTED + SEEING,
     text_of="gemma3",
-    sees_ahead=True,
 )

@@ -15,7 +15,7 @@ from paceline.models.weight_files import gguf_refusal
 _HERE = Path(__file__).parent
 BUNDLED_FOLDER = _HERE / "bundled"
 SHAPES_FOLDER = _HERE / "shapes"
-_MODULES, _POOLING = "modules.json", "1_Pooling"
+_MODULES = "modules.json"
 _SMALL_FILES = [
     "config.json",
     "generation_config.json",
@@ -25,7 +25,7 @@ _SMALL_FILES = [
     "chat_template.jinja",
     "chat_template.json",
     _MODULES,
-    f"{_POOLING}/config.json",
+    "*_Pooling/config.json",
     "*_Dense/config.json",
     *SIDE_FILES,
 ]
@@ -174,9 +174,9 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
         )
     generation = folder / "generation_config.json"
     tokenizer = folder / "tokenizer.json"
-    pooling = folder / _POOLING / "config.json"
     modules = _read_list(folder / _MODULES)
-    dense = _dense_of(modules or [])
+    pooling = [folder / path / "config.json" for path in paths_of(modules or [], "Pooling")]
+    dense = paths_of(modules or [], "Dense")
     return ModelSource(
         name=name,
         kind=kind,
@@ -185,16 +185,17 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
         generation_config=_read_json(generation) if generation.is_file() else {},
         tokenizer=tokenizer if tokenizer.is_file() else None,
         modules=modules,
-        pooling_config=_read_json(pooling) if pooling.is_file() else None,
+        pooling_config=_read_json(pooling[0]) if pooling and pooling[0].is_file() else None,
         dense={path: _read_json(folder / path / "config.json") for path in dense},
     )
 
 
-def _dense_of(modules: list[Any]) -> list[str]:
-    """The folders of Dense modules, in their order."""
+def paths_of(modules: list[Any], kind: str) -> list[str]:
+    """The folders of modules of sentence-transformers whose type has this last name, in their
+    order."""
     named = [each for each in modules if isinstance(each, dict)]
-    dense = [each for each in named if str(each.get("type")).endswith("Dense")]
-    return [str(each.get("path")) for each in dense]
+    found = [each for each in named if str(each.get("type")).rpartition(".")[2] == kind]
+    return [str(each.get("path")) for each in found]
 
 
 def _with_side_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

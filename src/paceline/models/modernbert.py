@@ -35,12 +35,12 @@ def _read(fields: Fields) -> dict[str, Any]:
         fields.fail("num_attention_heads", f"a divisor of hidden_size {hidden}", heads)
     dim, num = hidden // heads, fields.integer("num_hidden_layers")
     full, local = read_dual_rope(
-        fields,
+        fields.without("rope_theta").without("rope_local_base_freq"),  # Gemma's, which it ignores
         full_theta=fields.number("global_rope_theta", 160_000.0),
         sliding_theta=fields.number("local_rope_theta", 10_000.0),
     )
-    # The width of a window, of which half lies on each side, its ends included.
-    window = fields.integer("local_attention") // 2 + 1
+    # The width of a window, of which half lies on each side, its ends included; or that half.
+    window = fields.integer("sliding_window", fields.integer("local_attention") // 2) + 1
 
     def spec(kind: str) -> LayerSpec:
         is_full = kind == LAYER_TYPES[0]

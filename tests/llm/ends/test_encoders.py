@@ -129,6 +129,18 @@ def test_pooling_is_what_the_files_say(tmp_path: Path, pooling: Pooling) -> None
         assert llm.prepared.config.normalizes
 
 
+def test_pooling_is_read_from_the_folder_that_modules_json_names(tmp_path: Path) -> None:
+    """And not from one that another layout would have."""
+    encoder, prompts = make_encoder("bert", tmp_path), random_prompts((9, 20))
+    write_modules(tmp_path, Pooling.CLS, width=48)
+    (tmp_path / "1_Pooling").rename(tmp_path / "3_Pooling")
+    write_modules(tmp_path, Pooling.MEAN, width=48)
+    modules = (tmp_path / "modules.json").read_text()
+    (tmp_path / "modules.json").write_text(modules.replace("1_Pooling", "3_Pooling"))
+    with make_llm(encoder) as llm:
+        assert_vectors(llm.embed(prompts), [encoder.vector(ids, Pooling.CLS) for ids in prompts])
+
+
 @pytest.mark.parametrize("case", ["bert", "roberta", "modernbert-windows"])
 def test_the_head_of_a_masked_language_model_is_not_read(tmp_path: Path, case: str) -> None:
     encoder, prompts = make_encoder(case, tmp_path, head="ForMaskedLM"), random_prompts((9, 20))
@@ -141,6 +153,20 @@ def test_a_window_has_both_its_ends(tmp_path: Path, window: int) -> None:
     """local_attention is a width, of which half lies on each side."""
     encoder = make_encoder("modernbert-windows", tmp_path, local_attention=window)
     prompts = random_prompts((30, 5))
+    with make_llm(encoder) as llm:
+        assert_vectors(llm.embed(prompts), [encoder.vector(p, Pooling.MEAN) for p in prompts])
+
+
+def test_modernbert_reads_what_transformers_reads(tmp_path: Path) -> None:
+    """Its own bases of rope and not Gemma's, and half a window where the file says that."""
+    encoder, prompts = make_encoder("modernbert-windows", tmp_path), random_prompts((30, 5))
+    told = json.loads((tmp_path / "config.json").read_text())
+    del told["rope_parameters"]
+    told |= {"global_rope_theta": 700.0, "local_rope_theta": 90.0, "sliding_window": 3}
+    told |= {"rope_theta": 11.0, "rope_local_base_freq": 13.0}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    theirs = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager")
+    encoder = Embedder(tmp_path, theirs)
     with make_llm(encoder) as llm:
         assert_vectors(llm.embed(prompts), [encoder.vector(p, Pooling.MEAN) for p in prompts])
 

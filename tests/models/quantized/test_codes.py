@@ -89,11 +89,20 @@ def test_the_last_blocks_are_partial() -> None:
     assert got[4].tolist() == [5, 5, 5, 5, 7, 7]
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_a_scale_that_is_no_factor_is_refused(value: float) -> None:
+@pytest.mark.parametrize("zero", [None, torch.tensor([[1.0], [2.0]])])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_factor_is_refused(value: float, zero: Tensor | None) -> None:
     scale = torch.tensor([[1.0], [value]])
-    with pytest.raises(ValueError, match="a scale that is negative or no finite number"):
-        scaled(torch.ones(2, 3), scale, blocks=ScaleBlocks(1, 3, (2, 1)))
+    with pytest.raises(ValueError, match="a scale that is no finite number"):
+        scaled(torch.ones(2, 3), scale, zero, blocks=ScaleBlocks(1, 3, (2, 1)))
+
+
+def test_a_scale_of_integers_may_be_negative_and_one_of_floats_may_not() -> None:
+    scale, blocks = torch.tensor([[1.0], [-2.0]]), ScaleBlocks(1, 3, (2, 1))
+    zero = torch.tensor([[8.0], [8.0]])
+    assert scaled(torch.full((2, 3), 5.0), scale, zero, blocks=blocks)[:, 0].tolist() == [-3, 6]
+    with pytest.raises(ValueError, match="a negative scale"):
+        scaled(torch.ones(2, 3), scale, blocks=blocks)
 
 
 def test_a_scale_of_zero_is_one_of_zeros_alone() -> None:

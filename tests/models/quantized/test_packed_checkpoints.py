@@ -167,8 +167,24 @@ def test_a_scale_that_is_no_number_is_named(plain: Path, tmp_path: Path) -> None
     name = "model.layers.1.self_attn.v_proj.weight_scale"
     tensors[name][3] = torch.nan
     save_file(tensors, file)
-    with pytest.raises(WeightsError, match=r"layers\.1\.self_attn\.v_proj.* negative or no finite"):
+    with pytest.raises(WeightsError, match=r"layers\.1\.self_attn\.v_proj.* no finite number"):
         load(folder, packings(folder))
+
+
+def test_scales_of_integers_may_be_negative(plain: Path, tmp_path: Path) -> None:
+    """As of symmetric weights that AutoRound writes as GPTQ."""
+    folder = tmp_path / "quantised"
+    quantise(plain, "gptq", folder)
+    before = logits(load(folder, PLAIN), folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.v_proj.scales"][:, ::2] *= -1
+    save_file(tensors, file)
+    wanted = logits(load(folder, PLAIN), folder)
+    assert (wanted - before).abs().max() > 1e-2 * before.abs().max()
+    ours = load(folder, packings(folder))
+    assert num_packed(ours) == 8
+    assert (logits(ours, folder) - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("format_", ["awq", "fp8-rows"])

@@ -208,7 +208,7 @@ def test_biases_of_zeros_that_no_layer_has_are_passed_over(plain: Path, tmp_path
         ("modelopt-fp8", with_(Q + "weight_scale_2", lambda t: torch.ones(1)),
          "without 'weight_scale_2', as of FP8"),
         ("gptq", with_(Q + "bias", lambda t: torch.ones(96)), "1 unexpected"),
-        ("awq", with_(Q + "scales", lambda t: -t), "a scale that is negative"),
+        ("fp8-block", with_(Q + "weight_scale_inv", lambda t: -t), "a negative scale"),
         ("gptq", with_(Q + "qweight", lambda t: t[:, :-8].contiguous()),
          "'qweight' [inputs * 4 / 32, 96]"),
         ("gptq", with_(Q + "g_idx", lambda t: t.flip(0)), "activation order"),

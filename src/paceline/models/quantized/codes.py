@@ -40,10 +40,9 @@ def scaled(
 ) -> Tensor:
     """codes [N, K]; scale, zero: as many as blocks.table says -> [N, K] float32.
 
-    Raises ValueError for a scale that is no number, is negative, or is 0 where codes are not."""
+    Raises ValueError as `require_factors`, and for a scale that is 0 where codes are not."""
     factors = scale.float().reshape(blocks.table)
-    if not bool((factors.isfinite() & (factors >= 0)).all()):
-        raise ValueError("a scale that is negative or no finite number")
+    require_factors(factors, signed=zero is not None)
     numbers = codes.float()
     if zero is not None:
         numbers = numbers - _spread(zero.float().reshape(blocks.table), codes.shape, blocks)
@@ -51,6 +50,17 @@ def scaled(
     if bool((factors == 0).any()) and bool(((factor == 0) & (numbers != 0)).any()):
         raise ValueError("a scale of 0 over codes that are not 0")
     return numbers * factor
+
+
+def require_factors(scale: Tensor, *, signed: bool) -> None:
+    """Raise ValueError for a scale that is no finite number, or is negative.
+
+    signed: it may be.  Scales of integers are, where a tool puts the longer side of their range,
+    which is below zero, over the larger numbers (AutoRound); codes that are floats have signs."""
+    if not bool(scale.isfinite().all()):
+        raise ValueError("a scale that is no finite number")
+    if not signed and bool((scale < 0).any()):
+        raise ValueError("a negative scale")
 
 
 def _spread(table: Tensor, shape: torch.Size, blocks: ScaleBlocks) -> Tensor:

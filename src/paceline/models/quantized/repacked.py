@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.kernels.packed_weight import FP8, PackedWeight, Packing, encode, pack_codes
 from paceline.models.checkpoint import SPELLED, StoredTensors
-from paceline.models.quantized.codes import Coded
+from paceline.models.quantized.codes import Coded, require_factors
 
 Pack = Callable[[str, Packing, torch.device], PackedWeight]  # of the weight of a name
 
@@ -85,13 +85,12 @@ class Repacked:
 
 
 def pack_coded(coded: Coded, packing: Packing) -> PackedWeight:
-    """Raises ValueError for a scale that is negative, no finite number, or 0 over numbers that are
-    not 0, and for codes that are none."""
+    """Raises ValueError as `require_factors`, for a scale that is 0 over numbers that are not 0,
+    and for codes that are none."""
     rows, columns = coded.codes.shape
     groups = packing.num_groups(columns)
     scale = _by_row(coded.scale, coded, rows, groups)
-    if not bool((scale.float().isfinite() & (scale.float() >= 0)).all()):
-        raise ValueError("a scale that is negative or no finite number")
+    require_factors(scale.float(), signed=packing.kind != FP8)
     if packing.kind == FP8:
         codes, zero = coded.codes.view(torch.uint8), None
         if bool(((codes & 0x7F) == 0x7F).any()):
