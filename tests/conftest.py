@@ -1,6 +1,7 @@
 """Settings every test shares; nothing here may import torch or triton before the first line."""
 
 import gc
+import logging
 import os
 
 # Triton decides when it is imported whether kernels are compiled or interpreted.  On a CUDA machine
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import _pytest.logging
 import pytest
 
 import paceline  # it says how long threads spin, before torch is imported
@@ -106,11 +108,30 @@ def kernels_are_interpreted_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         patch_once(monkeypatch, interpreter)
 
 
+class _CatchesAtRoot(_pytest.logging.catching_logs[_pytest.logging.LogCaptureHandler]):
+    """pytest looks for loggers that do not propagate six times a test, and hands its handler to
+    each: of 450, mostly of torch and transformers, that is half of what an empty test takes.  No
+    test reads what those say."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> _pytest.logging.LogCaptureHandler:
+        if self.level is not None:  # --log-level
+            return super().__enter__()
+        root = logging.getLogger()
+        root.addHandler(self.handler)
+        self.attached_loggers.append(root)
+        return self.handler
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """What is frozen when Python ends would be told as leaked.  Thawed behind the collections that
     pytest ends with, of which each would look through all there is."""
     config.add_cleanup(gc.unfreeze)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(_pytest.logging, "catching_logs", _CatchesAtRoot)
+    config.add_cleanup(patch.undo)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,26 +31,36 @@ def _cost(cell: Cell) -> float:
 
 def _cover(axes: Mapping[str, tuple[Any, ...]], rng: random.Random) -> list[Cell]:
     """Each cell begins with a pair that is left, and takes the values that hold most others; of
-    those that hold as many, the cheapest."""
+    those that hold as many, the cheapest.  Sets of values are bits of a number: to count is most
+    of the work."""
+    bit = {item: 1 << at for at, item in enumerate((n, v) for n in axes for v in axes[n])}
     pairs = [
-        frozenset(((one, a), (other, b)))
+        ((one, a), (other, b))
         for one, other in itertools.combinations(axes, 2)
         for a, b in itertools.product(axes[one], axes[other])
     ]
     left, cells = dict.fromkeys(pairs), []
+    partners = dict.fromkeys(bit, 0)  # value -> those that it is left with
+    for one, other in pairs:
+        partners[one] |= bit[other]
+        partners[other] |= bit[one]
     while left:
-        cell = dict(sorted(rng.choice(list(left))))
+        cell = dict(rng.choice(list(left)))
+        held = sum(bit[item] for item in cell.items())
         for name in rng.sample([name for name in axes if name not in cell], len(axes) - 2):
             cell[name] = max(
                 rng.sample(axes[name], len(axes[name])),
                 key=lambda value: (
-                    sum(frozenset((item, (name, value))) in left for item in cell.items()),
+                    (partners[name, value] & held).bit_count(),
                     -DEAR.get(value, 1.0),
                 ),
             )
+            held |= bit[name, cell[name]]
         cells.append({name: cell[name] for name in axes})
-        for pair in itertools.combinations(cell.items(), 2):
-            left.pop(frozenset(pair), None)
+        for one, other in itertools.combinations(cells[-1].items(), 2):
+            left.pop((one, other), None)
+            partners[one] &= ~bit[other]
+            partners[other] &= ~bit[one]
     return cells
 
 
