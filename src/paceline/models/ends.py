@@ -104,7 +104,7 @@ def _check_prompt_pooled(config: ModelConfig, source: ModelSource, pooling: Pool
     if config.vector_prompt and pooling is not Pooling.LAST:
         path = paths_of(source.modules or [], "Pooling")[0]
         fields = Fields(source.pooling_config or {}, f"{path}/config.json")
-        reason = "set it to true, or use a model whose vectors are of its prompt's tokens, too"
+        reason = "use a model that pools the tokens of its prompt, too"
         if not fields.flag("include_prompt", True):
             expected = f"true behind the default prompt {config.vector_prompt!r}"
             fields.fail("include_prompt", expected, False, remedy=reason)

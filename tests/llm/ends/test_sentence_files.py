@@ -1,5 +1,6 @@
 """What files of sentence-transformers say of texts: how long, in what case, behind which prompt."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tokenizers import normalizers
 from paceline.core.errors import ConfigError, ModelError, RequestError
 from paceline.core.modes import Pooling
 from paceline.plan.explain import explain_model, show
+from paceline.server.bodies.reader import EMBEDDINGS
+from paceline.server.bodies.worker import BodyWorker, ReaderFacts
 from paceline.text.tokenizer import Tokenizer
 
 OF_MODULE, OF_TOKENIZER = "sentence_bert_config.json", "tokenizer_config.json"
@@ -107,8 +110,16 @@ def test_texts_are_lowered_and_stand_behind_the_prompt_over_http_too(tmp_path: P
                 answer = httpx.post(f"{server.url}/v1/embeddings", json=body).json()
                 found = [each["embedding"] for each in answer["data"]]
                 assert np.allclose(found, np.stack(wanted), atol=1e-5)
-            facts = server.worker._facts  # of the process that reads large bodies
-            assert (facts.lowers, facts.vector_prompt) == (True, text_of(PROMPT))
+            asyncio.run(_read_elsewhere(server.worker._facts, texts, ids))
+
+
+async def _read_elsewhere(facts: ReaderFacts, texts: list[str], ids: list[list[int]]) -> None:
+    """Large bodies have a process of their own."""
+    worker = BodyWorker(facts)
+    body = json.dumps({"model": "tiny", "input": texts}).encode()
+    reading = await worker.read(EMBEDDINGS, [body])
+    assert reading.prompts == [[*PROMPT, *each] for each in ids]
+    worker.close()
 
 
 @pytest.mark.parametrize("chain", [False, True])
