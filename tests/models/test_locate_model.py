@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -223,7 +224,13 @@ def test_weights_of_dense_modules_are_downloaded_for_themselves(
     assert locate("owner/name", weights=False).dense == {"2_Dense": {}}
     assert locate("owner/name").dense == {"2_Dense": {}}
     assert len(asked) == 3
-    assert "*_Dense/config.json" in asked[0][0]
+    for name in (
+        "2_Dense/config.json",
+        "sentence_bert_config.json",
+        "1_X/sentence_bert_config.json",
+    ):
+        assert any(fnmatch(name, pattern) for pattern in asked[0][0])
+    assert "config_sentence_transformers.json" in asked[0][0]
     assert "*/*.safetensors" in asked[1][1]
     assert asked[2] == (["2_Dense/model.safetensors"], [])
 

@@ -166,7 +166,10 @@ class Admission:
                 got="rows",
                 remedy="pass its token ids alone",
             )
-        text, token_ids, packed = self._read(as_prompt(parts.prompt), most)
+        asked = as_prompt(parts.prompt)
+        if end is End.POOL and isinstance(asked, str):
+            asked = self.config.vector_prompt + asked
+        text, token_ids, packed = self._read(asked, most)
         self._check_length(len(token_ids), most)
         if end is End.GENERATE:
             self._note_cut(len(token_ids), params)

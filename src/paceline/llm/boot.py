@@ -228,6 +228,8 @@ def decide_parts(prepared: Prepared, knobs: Knobs) -> Decided:
     """What will be loaded and allocated.  Raises ModelError for scales that cannot be read."""
     options, source, notify = prepared.options, prepared.source, prepared.events
     _note_context(prepared.config, known(options.max_model_len), notify)
+    if told := prepared.config.prompt_told():
+        notify(Event("default_prompt", told))
     quantization = read_quantization(source.config)
     packings = prepared.packings
     if packings:

@@ -103,7 +103,7 @@ def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
     short = nearest_if_short(asked, resolution, fit, demands)
     require_fit(fit, None if short is None else short.advice())
     events = EventLog()
-    tokenizer = find_tokenizer(target.source.tokenizer, events)
+    tokenizer = find_tokenizer(target.source.tokenizer, events, lowers=config.lowers)
     admission = Admission(
         config=config,
         tokenizer=tokenizer,

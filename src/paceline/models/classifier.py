@@ -55,6 +55,13 @@ def classifying(
             got=others[0],
             remedy="use a cross-encoder whose head is in its checkpoint",
         )
+    if config.vector_prompt:
+        raise ModelError.about(
+            "config_sentence_transformers.json: default_prompt_name",
+            expected="null, of a classifier",
+            got=repr(config.vector_prompt),
+            remedy="use a cross-encoder that reads pairs as they are",
+        )
     file = architecture(config.model_type)
     fields = Fields(source.config).behind(file.defaults)
     num_labels = _num_labels(fields)

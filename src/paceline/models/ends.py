@@ -34,12 +34,15 @@ _ACTS = {
     "GELU": "gelu",
     "SiLU": "silu",
 }  # of Dense
+_UNSAID_PROMPTS = ("query", "document")  # which every model of sentence-transformers has, if empty
 _USUAL = Pooling.LAST  # of a causal body whose files say nothing
 
 
 def with_ends(config: ModelConfig, source: ModelSource, asked: Pooling | None) -> ModelConfig:
     """`config` with its ends.  asked: --pooling.  Raises ModelError for a way to make vectors that
     is not known here."""
+    if source.modules is not None:
+        config = _with_texts(config, source)
     if is_classifier(source.config):
         return classifying(config, source, _types(source.modules or ()), asked)
     said = None
@@ -53,6 +56,7 @@ def with_ends(config: ModelConfig, source: ModelSource, asked: Pooling | None) -
             return config
         return replace(config, ends=config.ends | {End.POOL}, pooling=asked)
     pooling = asked or said or config.pooling or _USUAL
+    _check_prompt_pooled(config, source, pooling)
     head = _dense(config, source)
     bent = [stage.name for stage in head if stage.act is not None]
     if bent and pooling is Pooling.MEAN and not config.reads_whole:
@@ -63,6 +67,47 @@ def with_ends(config: ModelConfig, source: ModelSource, asked: Pooling | None) -
             remedy="use a model whose tokens see one another in both directions",
         )
     return replace(config, ends=POOLS, pooling=pooling, pooled_head=head)
+
+
+def _with_texts(config: ModelConfig, source: ModelSource) -> ModelConfig:
+    """With what files of sentence-transformers say of texts: how long they may be, and what is done
+    to them first."""
+    said = Fields(source.transformer_config, "sentence_bert_config.json")
+    limit = said.integer("max_seq_length", None)
+    if limit is None:  # newer ones leave it to the tokenizer
+        limit = Fields(source.tokenizer_config, "tokenizer_config.json").number(
+            "model_max_length", config.max_position
+        )
+    return replace(
+        config,
+        usual_context=int(limit) if limit < config.max_position else None,
+        vector_prompt=_default_prompt(source.prompts_config),
+        lowers=said.flag("do_lower_case", False),
+    )
+
+
+def _default_prompt(said: Mapping[str, Any]) -> str:
+    """Of config_sentence_transformers.json; other prompts are for clients to put before texts."""
+    fields = Fields(said, "config_sentence_transformers.json")
+    if fields.get("default_prompt_name") is None:
+        return ""
+    prompts = dict.fromkeys(_UNSAID_PROMPTS) | fields.nested("prompts")
+    name = fields.choice("default_prompt_name", tuple(prompts))
+    prompt = prompts[name] or ""
+    if not isinstance(prompt, str):
+        fields.fail(f"prompts: {name}", "a text", prompt)
+    return prompt
+
+
+def _check_prompt_pooled(config: ModelConfig, source: ModelSource, pooling: Pooling) -> None:
+    """The last token of a text is never one of the prompt's."""
+    if config.vector_prompt and pooling is not Pooling.LAST:
+        path = paths_of(source.modules or [], "Pooling")[0]
+        fields = Fields(source.pooling_config or {}, f"{path}/config.json")
+        reason = "use a model that pools the tokens of its prompt, too"
+        if not fields.flag("include_prompt", True):
+            expected = f"true behind the default prompt {config.vector_prompt!r}"
+            fields.fail("include_prompt", expected, False, remedy=reason)
 
 
 def _dense(config: ModelConfig, source: ModelSource) -> tuple[HeadStage, ...]:

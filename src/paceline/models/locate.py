@@ -15,7 +15,13 @@ from paceline.models.weight_files import gguf_refusal
 _HERE = Path(__file__).parent
 BUNDLED_FOLDER = _HERE / "bundled"
 SHAPES_FOLDER = _HERE / "shapes"
-_MODULES = "modules.json"
+_MODULES, _PROMPTS = "modules.json", "config_sentence_transformers.json"
+# Of its Transformer module; sentence-transformers takes the first that says something, too.
+_TRANSFORMER = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_xlm-roberta_config.json",
+)
 _SMALL_FILES = [
     "config.json",
     "generation_config.json",
@@ -25,6 +31,8 @@ _SMALL_FILES = [
     "chat_template.jinja",
     "chat_template.json",
     _MODULES,
+    _PROMPTS,
+    *(f"*{name}" for name in _TRANSFORMER),
     "*_Pooling/config.json",
     "*_Dense/config.json",
     *SIDE_FILES,
@@ -58,6 +66,9 @@ class ModelSource:
     pooling_config: dict[str, Any] | None = None  # of its Pooling module
     dense: dict[str, dict[str, Any]] = field(default_factory=dict)  # by folder, the config.json of
     # each of its Dense modules, in their order
+    transformer_config: dict[str, Any] = field(default_factory=dict)  # of its Transformer module
+    tokenizer_config: dict[str, Any] = field(default_factory=dict)  # beside modules, else unread
+    prompts_config: dict[str, Any] = field(default_factory=dict)  # of what stands before texts
 
 
 def shape_names() -> tuple[str, ...]:
@@ -177,6 +188,7 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
     modules = _read_list(folder / _MODULES)
     pooling = [folder / path / "config.json" for path in paths_of(modules or [], "Pooling")]
     dense = paths_of(modules or [], "Dense")
+    beside = folder if modules is not None else None
     return ModelSource(
         name=name,
         kind=kind,
@@ -187,7 +199,21 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
         modules=modules,
         pooling_config=_read_json(pooling[0]) if pooling and pooling[0].is_file() else None,
         dense={path: _read_json(folder / path / "config.json") for path in dense},
+        transformer_config=_of_transformer(folder, modules or []),
+        tokenizer_config=_read_beside(beside, "tokenizer_config.json"),
+        prompts_config=_read_beside(beside, _PROMPTS),
     )
+
+
+def _of_transformer(folder: Path, modules: list[Any]) -> dict[str, Any]:
+    paths = [folder / path for path in paths_of(modules, "Transformer")]
+    found = (_read_beside(path, name) for path in paths[:1] for name in _TRANSFORMER)
+    return next(filter(None, found), {})
+
+
+def _read_beside(folder: Path | None, name: str) -> dict[str, Any]:
+    """Empty where there is no such file."""
+    return {} if folder is None or not (folder / name).is_file() else _read_json(folder / name)
 
 
 def paths_of(modules: list[Any], kind: str) -> list[str]:
@@ -195,7 +221,7 @@ def paths_of(modules: list[Any], kind: str) -> list[str]:
     order."""
     named = [each for each in modules if isinstance(each, dict)]
     found = [each for each in named if str(each.get("type")).rpartition(".")[2] == kind]
-    return [str(each.get("path")) for each in found]
+    return [str(each.get("path", "")) for each in found]
 
 
 def _with_side_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def without_cache(
     is_unasked = prefixes is None and config.label_act
     if not _can(config) or asked_of_a_cache(given) or prefixes or is_unasked:
         return config
-    tokens, length = given.max_num_batched_tokens, given.max_model_len or config.max_position
+    length = given.max_model_len or config.usual_context or config.max_position
+    tokens = given.max_num_batched_tokens
     if tokens is None:
         tokens = usual_step(device, config)[0].tokens
         has_all = given.gpu_memory_utilization is None

@@ -260,6 +260,7 @@ def show(plan: Explanation) -> str:
         f"weights {gib(plan.fit.weights_bytes)}",
         *_weights(plan),
         str(plan.text),
+        *([f"vectors: {told}"] if (told := config.prompt_told()) else []),
         *([f"drafts: {plan.speculation}"] if plan.speculation else []),
         *([str(plan.exchanged)] if plan.exchanged else []),
         *([_PASSED] if plan.speculation and config.has_states else []),

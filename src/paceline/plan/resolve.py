@@ -114,13 +114,20 @@ def _unasked_context(config: ModelConfig, given: EngineOptions) -> tuple[ModelCo
     """The model at the context limit that is taken unless one is asked for, and why that.
 
     Where longrope has two sets of factors, its trained context: a longer limit takes the long set,
-    which changes the answers to short prompts too.
+    which changes the answers to short prompts too.  No more than sentence-transformers reads of a
+    text.
     """
-    short = config.short_context
-    if given.max_model_len is not None or short is None or short >= config.max_position:
-        return config, "context limit of the model"
-    why = f"the trained context; a longer one, up to {config.max_position}, changes every answer"
-    return replace(config, max_position=short), why
+    most, why = config.max_position, "context limit of the model"
+    if given.max_model_len is not None:
+        return config, why
+    length, short, own = most, config.short_context, config.usual_context
+    if short is not None and short < length:
+        why = f"the trained context; a longer one, up to {most}, changes every answer"
+        length = short
+    if own is not None and own < length:
+        why = f"max_seq_length of sentence-transformers; the model's limit is {most}"
+        length = own
+    return replace(config, max_position=length), why
 
 
 def _choose_drafter(resolution: Resolution, speculation: Speculation | None) -> Resolution:

@@ -55,7 +55,9 @@ class Service:
 
         Raises ModelError, and ConfigError for parsers that do not fit the model's chat template.
         """
-        tokenizer = None if served.folder is None else Tokenizer.from_folder(Path(served.folder))
+        tokenizer, lowers = None, served.vectors.lowers
+        if served.folder is not None:
+            tokenizer = Tokenizer.from_folder(Path(served.folder), lowers=lowers)
         if tokenizer is not None:  # looks at its whole vocabulary once, here and not in the loop
             tokenizer.fewest_tokens("", 1)
         facts = ReaderFacts(
@@ -64,6 +66,8 @@ class Service:
             max_open=engine.callers.max_open,
             vocab_size=served.vocab_size,
             folder=served.folder,
+            lowers=lowers,
+            vector_prompt=served.vectors.prompt,
             formats=parsers.formats(tokenizer),
         )
         return cls(

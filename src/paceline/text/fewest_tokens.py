@@ -24,7 +24,7 @@ _KEEPING = {"ByteLevel", "Digits", "Metaspace"}  # pre-tokenizers
 
 def longest_token_bytes(core: tokenizers.Tokenizer) -> int | None:
     """How many bytes of a text in UTF-8 one token can stand for; None where no bound is known."""
-    splits = list(_steps(core.pre_tokenizer, "pretokenizers"))
+    splits = list(steps_of(core.pre_tokenizer, "pretokenizers"))
     is_byte_level = any(split["type"] == "ByteLevel" for split in splits)
     shrinks = _shrinkage(core)
     added = core.get_added_tokens_decoder().values()
@@ -53,7 +53,7 @@ def fewest_of_pieces(core: tokenizers.Tokenizer, text: str, enough: int) -> int:
     return found // 2
 
 
-def _steps(part: Any, name: str) -> Iterator[Mapping[str, Any]]:
+def steps_of(part: Any, name: str) -> Iterator[Mapping[str, Any]]:
     """The description of a normalizer or pre-tokenizer, sequences taken apart."""
     waiting = [] if part is None else [json.loads(part.__getstate__())]
     while waiting:
@@ -71,7 +71,7 @@ def _keeps_text(split: Mapping[str, Any]) -> bool:
 def _shrinkage(core: tokenizers.Tokenizer) -> int | None:
     """How many times shorter a text's bytes can become before it is split; None: any."""
     shrinks = 1
-    for step in _steps(core.normalizer, "normalizers"):
+    for step in steps_of(core.normalizer, "normalizers"):
         if step["type"] == "NFC":
             shrinks *= _NFC_SHRINKS
         elif step["type"] == "Replace":

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import normalizers
 
 from paceline.core.errors import ConfigError, ModelError, RequestError, message
 from paceline.core.events import Event, Notify
 from paceline.core.lfs import LFS_POINTER, LFS_REMEDY, is_lfs_pointer
 from paceline.text.chat_template import ChatTemplate
-from paceline.text.fewest_tokens import fewest_of_pieces, longest_token_bytes
+from paceline.text.fewest_tokens import fewest_of_pieces, longest_token_bytes, steps_of
 
 UNUSABLE_TEMPLATE = "chat_template_unusable"  # reason code
 _MOST_KEPT = 1 << 16  # texts of single tokens
@@ -58,9 +59,10 @@ class Tokenizer:
                 self.chat_template_fault = str(error)
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+    def from_folder(cls, folder: str | Path, *, lowers: bool = False) -> "Tokenizer":
         """Read tokenizer.json, and where they exist tokenizer_config.json and the chat template.
 
+        lowers: texts, as sentence-transformers does where a file of its asks for it.
         Raises ModelError when there is no tokenizer.json or a file cannot be read.
         """
         folder = Path(folder)
@@ -80,6 +82,10 @@ class Tokenizer:
             raise _unreadable(path, "a tokenizer in the tokenizers format", error) from error
         core.no_padding()
         core.no_truncation()
+        own = [] if core.normalizer is None else [core.normalizer]
+        steps = steps_of(core.normalizer, "normalizers")
+        if lowers and not any(step["type"] == "Lowercase" for step in steps):
+            core.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
         config = _read_json(folder / "tokenizer_config.json")
         return cls(core, config, chat_template=_find_chat_template(folder, config))
 
@@ -249,15 +255,16 @@ class Tokenizer:
         return None if token is None else self._core.token_to_id(token)
 
 
-def find_tokenizer(file: Path | None, notify: Notify) -> Tokenizer | None:
-    """The tokenizer of a tokenizer.json; None for a model without, which takes token ids.
+def find_tokenizer(file: Path | None, notify: Notify, *, lowers: bool = False) -> Tokenizer | None:
+    """The tokenizer of a tokenizer.json; None for a model without, which takes token ids.  lowers:
+    as of `Tokenizer.from_folder`.
 
     A chat template that cannot be used is an event: text does not need it.  Raises ModelError for
     files that cannot be read.
     """
     if file is None:
         return None
-    tokenizer = Tokenizer.from_folder(file.parent)
+    tokenizer = Tokenizer.from_folder(file.parent, lowers=lowers)
     if tokenizer.chat_template_fault is not None:
         notify(Event(UNUSABLE_TEMPLATE, tokenizer.chat_template_fault))
     return tokenizer

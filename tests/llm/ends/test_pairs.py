@@ -173,6 +173,16 @@ def test_modules_beside_the_checkpoint_are_refused(tmp_path: Path) -> None:
         make_llm(encoder)
 
 
+def test_a_default_prompt_is_refused(tmp_path: Path) -> None:
+    encoder = make_cross_encoder("bert", tmp_path)
+    kinds = [{"type": "sentence_transformers.base.Transformer", "path": ""}]
+    (tmp_path / "modules.json").write_text(json.dumps(kinds))
+    said = {"prompts": {"q": "Judge: "}, "default_prompt_name": "q"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(said))
+    with pytest.raises(ModelError, match=r"default_prompt_name must be null, of .* got 'Judge: '"):
+        make_llm(encoder)
+
+
 def _change(folder: Path, said: dict[str, object]) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | said))

@@ -103,6 +103,8 @@ def test_what_is_wrong_is_a_400_that_says_so(world, body, text, param) -> None:
     assert sent.status_code == 400, error
     assert error["message"].startswith(text)
     assert error["param"] == param
+    if "context" in text:
+        assert error["message"].endswith("; shorten it: it is not cut")
 
 
 def test_a_text_may_fill_the_context(client) -> None:

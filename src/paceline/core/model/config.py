@@ -306,6 +306,10 @@ class ModelConfig:
     label_act: str | None = None  # of a classifier, whose pooled rows are scores of labels: what it
     # makes of them unasked, SIGMOID or IDENTITY.  None: they are vectors
     encoder: EncoderConfig | None = None  # of a model that is one
+    usual_context: int | None = None  # tokens of a text unless a limit is asked for, less than
+    # max_position; None: that
+    vector_prompt: str = ""  # put before every text whose vector is asked for
+    lowers: bool = False  # texts, before they are tokenized
     max_encoder_len: int = 0  # rows that an encoder makes of what a request brings, at most
     encoder_input: EncoderInputConfig | None = None  # what that is; None: requests bring nothing
     position_rows: int = 0  # of a decoder's table of learned positions; 0: there is none
@@ -319,6 +323,11 @@ class ModelConfig:
     def pooled_width(self) -> int:
         """Numbers of what a request that pools ends in."""
         return self.pooled_head[-1].width if self.pooled_head else self.hidden_size
+
+    def prompt_told(self) -> str | None:
+        """For people; None: texts stand alone."""
+        before = self.vector_prompt
+        return f"{before!r} is put before each text, the model's default prompt" if before else None
 
     @property
     def tells_types(self) -> bool:

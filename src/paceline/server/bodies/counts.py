@@ -41,11 +41,12 @@ class Room:
         if num_tokens + (1 if answer is None else answer) > self.context_len:
             asked = f" and {answer} to generate" if answer else ""
             asked = " and at least 1 more" if answer is None else asked
+            remedy = "shorten it or ask for fewer tokens" if answer else "shorten it: it is not cut"
             raise ApiError.about(
                 param,
                 expected=f"within the context of {self.context_len} tokens",
                 got=f"{got}{asked}",
-                remedy="shorten it or ask for fewer tokens",
+                remedy=remedy,
                 param=param,
                 code="context_length_exceeded",
             )

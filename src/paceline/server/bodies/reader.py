@@ -86,6 +86,7 @@ class Reader:
     room: Room
     vocab_size: int
     tokenizer: Tokenizer | None  # None: the model takes token ids
+    vector_prompt: str = ""  # put before every text whose vector is asked for
     formats: Formats = UNKNOWN  # of calls and reasoning
 
     def read(self, endpoint: str, body: bytes) -> Reading:
@@ -171,8 +172,11 @@ class Reader:
         asked = decoded(EmbeddingsRequest, body, self.room)
         del body
         self.check_model(asked.model)
+        prompts = [
+            self.vector_prompt + each if isinstance(each, str) else each for each in asked.prompts
+        ]
         return Reading(
-            prompts=self._prompts(asked.prompts, 1, 0, "input"),
+            prompts=self._prompts(prompts, 1, 0, "input"),
             **_pooling(asked),
             vector=VectorWish(
                 dimensions=asked.dimensions,

@@ -38,6 +38,8 @@ class ReaderFacts(Struct, frozen=True, kw_only=True):
     max_open: int
     vocab_size: int
     folder: str | None  # of tokenizer.json
+    lowers: bool = False  # its texts
+    vector_prompt: str = ""  # put before every text whose vector is asked for
     formats: Formats = UNKNOWN  # of calls and reasoning
 
     def reader(self, tokenizer: Tokenizer | None) -> Reader:
@@ -47,6 +49,7 @@ class ReaderFacts(Struct, frozen=True, kw_only=True):
             room=room,
             vocab_size=self.vocab_size,
             tokenizer=tokenizer,
+            vector_prompt=self.vector_prompt,
             formats=self.formats,
         )
 
@@ -152,7 +155,7 @@ def _reader(facts: ReaderFacts) -> Reader:
     if facts.folder is None:
         return facts.reader(None)
     try:
-        return facts.reader(Tokenizer.from_folder(Path(facts.folder)))
+        return facts.reader(Tokenizer.from_folder(Path(facts.folder), lowers=facts.lowers))
     except PacelineError as error:
         text = message(
             "the process that reads large bodies",

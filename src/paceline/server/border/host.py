@@ -317,6 +317,8 @@ def ready(llm: LLM) -> Ready:
         vectors=Vectors(
             width=admission.config.pooled_width if End.POOL in admission.config.ends else 0,
             normalizes=admission.config.normalizes,
+            prompt=admission.config.vector_prompt,
+            lowers=admission.config.lowers,
             label_act=admission.config.label_act,
         ),
     )

@@ -82,6 +82,8 @@ class Vectors(Struct, frozen=True, kw_only=True):
 
     width: int  # numbers of a vector; 0: it makes none
     normalizes: bool  # to length 1, unasked
+    prompt: str = ""  # put before every text
+    lowers: bool = False  # texts
     label_act: str | None = None  # of a classifier, whose numbers are scores of labels
 
 
