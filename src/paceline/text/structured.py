@@ -125,7 +125,8 @@ class _Vocabulary:
     Its own reader of tokenizer.json takes every added token for one that is no text, and yet splits
     texts into them: a grammar that forces "<tool_call>" then refuses the one token that it allows.
     Here an added token is text unless it is special or ends an answer, and special ones stand for
-    themselves: a text that reads like one is made of others.
+    themselves: a text that reads like one is made of others, and so is all of a text that is not
+    what its tokens add to one, as where one takes the blanks around it.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int], vocab_size: int) -> None:
@@ -145,14 +146,19 @@ class _Vocabulary:
             else self._core.decode_bytes([token])
             for token in range(vocab_size)
         ]
-        # Behind the first character of each text that reads like a special token.
-        names = filter(None, map(tokenizer.token, self.special_token_ids))
-        ends = (f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names if name[1:])
-        self._inside_special = re.compile("|".join(ends) or "(?!)")
+        # What stands for the name of one that is no text: greedily its reader takes none that is
+        # added.
+        self._others = {
+            token: self._core.greedy_tokenize(tokenizer.token(token) or "")
+            for token in special & added.keys()
+        }
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        parts = self._inside_special.split(text if isinstance(text, str) else text.decode())
-        return [token for part in parts for token in self._core.tokenize_str(part)]
+    def __call__(self, text: bytes) -> list[int]:
+        whole = self._core.tokenize_bytes(text)
+        found = [part for token in whole for part in self._others.get(token, [token])]
+        if b"".join(self.tokens[token] for token in found) == text:
+            return found
+        return list(self._core.greedy_tokenize(text.decode()))
 
 
 class StructuredGrammar:
