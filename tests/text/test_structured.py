@@ -157,6 +157,15 @@ def test_of_added_tokens_those_that_are_text_may_stand_in_a_text(of_marked, comp
     assert found == plain | {VOCAB, VOCAB + 2}
 
 
+def test_a_grammar_may_name_added_tokens_whether_they_are_text(marked, of_marked):
+    """And texts, regexes and remarks that read like one are what they are."""
+    told = 'start: <|end|> <tool_call> a // "<gap>\na: "\\"<tool_call>" /\\/<gap>/ <gap>'
+    spelled = spelled_by(of_marked.grammar(form_of("grammar", told)).fork())
+    assert spelled[:2] == [VOCAB + 1, VOCAB]
+    assert spelled[-1] == VOCAB + 2
+    assert marked.decode(spelled[2:-1]) == '"<tool_call>/<gap>'
+
+
 @pytest.mark.parametrize("vocab", [VOCAB + 100, VOCAB - 100])
 def test_a_vocabulary_may_be_padded_or_cut(tokenizer, vocab):
     whole = StructureCompiler(tokenizer, vocab_size=VOCAB, end_ids=[END])

@@ -22,6 +22,8 @@ from paceline.text.tokenizer import Tokenizer
 _MOST_KEPT = 32  # grammars
 _MAX_TOLD = 300  # characters of what llguidance says
 _INSIDE = re.compile("<state>|<backtrace>")  # behind it: of its own state
+# Of Lark, its texts, its regexes and its remarks; and a token's name.
+_LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//).*|(<[^<>\s]+>)')
 _ANY_OBJECT = '{"type": "object"}'
 # Between the parts of a JSON text stands a blank, or a line end and an indent: no model
 # can say blanks for ever.  A schema's own "x-guidance" does not count.
@@ -108,7 +110,7 @@ class StructureCompiler:
 
         limits = llguidance.LLParserLimits(**_LIMITS)
         try:
-            told = _told(wanted)
+            told = _told(wanted, self._tokenizer)
             matcher = llguidance.LLMatcher(self._core, told, log_level=0, limits=limits)
             fault = matcher.get_error() or " ".join(matcher.get_grammar_warnings())
         except Exception as error:  # any_to_lark raises IndexError and plain ones, too
@@ -190,7 +192,7 @@ class StructuredGrammar:
             raise _error(self._kind, self._matcher.get_error())
 
 
-def _told(wanted: StructuredOutputs) -> str:
+def _told(wanted: StructuredOutputs, tokenizer: Tokenizer) -> str:
     """In llguidance's words.  Raises whatever its readers do."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
@@ -203,13 +205,19 @@ def _told(wanted: StructuredOutputs) -> str:
         words = " | ".join(map(json.dumps, json.loads(text)))
         told = LLMatcher.grammar_from_lark(f"start: {words}")
     elif kind is StructureKind.GRAMMAR:
-        told = LLMatcher.grammar_from_lark(any_to_lark(text))
+        told = LLMatcher.grammar_from_lark(_numbered(any_to_lark(text), tokenizer))
     else:
         schema = json.loads(_ANY_OBJECT if kind is StructureKind.JSON_OBJECT else text)
         # The two schemas that are no objects: everything, and nothing.
         schema = {} if schema is True else {"enum": []} if schema is False else schema
         told = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
     return told
+
+
+def _numbered(lark: str, tokenizer: Tokenizer) -> str:
+    """With added tokens by number: llguidance knows by name those alone that are no text."""
+    ids = {f"{tokenizer.token(token)}": token for token in tokenizer.added_tokens}
+    return _LARK.sub(lambda at: f"<[{ids[at[1]]}]>" if at[1] in ids else at[0], lark)
 
 
 def _error(kind: StructureKind, fault: str) -> RequestError:
