@@ -1,4 +1,5 @@
-"""Packed weights of every kind, whose scales differ by 8x from group to group."""
+"""Packed weights of every kind, whose scales differ by 8x from group to group; of integers some are
+negative."""
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ def random_weight(
         numbers = codes.view(torch.float8_e4m3fn).double()
     else:
         most = 1 << packing.bits
+        scale *= torch.randint(0, 2, scale.shape, generator=rng) * 2 - 1
         codes = torch.randint(0, most, (rows, columns), generator=rng).to(torch.uint8)
         numbers = codes.double() - most // 2
         if packing.has_zeros:

@@ -194,21 +194,31 @@ def test_a_stderr_that_is_gone_drops_what_is_said():
     assert lines.num_dropped == 1
 
 
+@pytest.mark.parametrize("tokenizer", [None, "one"])
 @pytest.mark.parametrize(
     ("ends", "vectors", "path", "kind"),
     [
         ((End.GENERATE, End.SCORE), NO_VECTORS, "completions", CompletionRequest),
         ((End.POOL,), Vectors(width=8, normalizes=True), "embeddings", EmbeddingsRequest),
         ((End.POOL,), Vectors(width=1, normalizes=True, label_act="s"), "score", ScoreRequest),
+        ((End.POOL,), Vectors(width=3, normalizes=True, label_act="s"), None, None),
     ],
 )
-def test_what_a_server_teaches_is_what_its_model_answers(ends, vectors, path, kind):
-    reader = SimpleNamespace(formats=UNKNOWN)
+def test_what_a_server_teaches_is_what_its_model_answers(ends, vectors, path, kind, tokenizer):
+    reader = SimpleNamespace(formats=UNKNOWN, tokenizer=tokenizer)
     service = SimpleNamespace(model="m", ends=ends, vectors=vectors, reader=reader)
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        url, body = re.search(r"curl (\S+) .* -d '(.*)'$", banner(service, bound)).groups()
+        told = banner(service, bound)
+    if path is None or (path == "score" and tokenizer is None):
+        assert "curl" not in told
+        return
+    url, body = re.search(r"curl (\S+) .* -d '(.*)'$", told).groups()
     assert url.endswith(f"/v1/{path}")
-    assert msgspec.json.decode(body, type=kind).model == "m"
+    asked = msgspec.json.decode(body, type=kind)
+    assert asked.model == "m"
+    if path != "score":
+        text = asked.prompt if path == "completions" else asked.input
+        assert isinstance(text, str) == (tokenizer is not None)
 
 
 def test_a_second_ctrl_c_does_not_wait():

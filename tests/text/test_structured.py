@@ -112,10 +112,12 @@ def test_a_fork_goes_on_by_itself(compiler, tokenizer):
 
 @pytest.fixture(scope="module")
 def marked():
-    """A tokenizer with a token that is text, as those of calls are, and with one that is none."""
+    """A tokenizer with a token that is text, as those of calls are, with one that is none, and
+    with one that takes the blanks around its text out of it."""
     core = Core.from_file(str(BUNDLED / "tokenizer.json"))
     core.add_tokens([AddedToken("<tool_call>", normalized=False, special=False)])
     core.add_special_tokens(["<|end|>"])
+    core.add_tokens([AddedToken("<gap>", lstrip=True, rstrip=True, normalized=False)])
     return Tokenizer(core, {})
 
 
@@ -125,21 +127,43 @@ def of_marked(marked):
 
 
 @pytest.mark.parametrize(
-    "said", ["a<tool_call>\n", "<|end|>", "<|end|><tool_call><|end|>x", "x<tool_call><tool_call>"]
+    "said",
+    [
+        "a<tool_call>\n",
+        "<|end|>",
+        "<|end|><tool_call><|end|>x",
+        "x<tool_call><tool_call>",
+        "a <gap>  b<gap>\n",
+    ],
 )
 def test_a_forced_text_that_reads_like_an_added_token_can_be_said(marked, of_marked, said):
-    grammar, spelled = of_marked.grammar(form_of("choice", [said])).fork(), []
-    while not grammar.is_done and (allowed := allowed_by(grammar, VOCAB + 100) - {END}):
-        spelled.append(min(allowed))
-        grammar.accept(spelled[-1])
+    spelled = spelled_by(of_marked.grammar(form_of("choice", [said])).fork())
     assert marked.decode(spelled) == said
     assert spelled.count(VOCAB) == said.count("<tool_call>")  # as the model knows them
     assert VOCAB + 1 not in spelled
 
 
+def spelled_by(grammar):
+    spelled = []
+    while not grammar.is_done and (allowed := allowed_by(grammar, VOCAB + 100) - {END}):
+        spelled.append(min(allowed))
+        grammar.accept(spelled[-1])
+    return spelled
+
+
 def test_of_added_tokens_those_that_are_text_may_stand_in_a_text(of_marked, compiler):
     found = allowed_by(of_marked.grammar(form_of("regex", "(?s:.*)")), VOCAB + 100)
-    assert found == allowed_by(compiler.grammar(form_of("regex", "(?s:.*)"))) | {VOCAB}
+    plain = allowed_by(compiler.grammar(form_of("regex", "(?s:.*)")))
+    assert found == plain | {VOCAB, VOCAB + 2}
+
+
+def test_a_grammar_may_name_added_tokens_whether_they_are_text(marked, of_marked):
+    """And texts, regexes and remarks that read like one are what they are."""
+    told = 'start: <|end|> <tool_call> a // "<gap>\na: "\\"<tool_call>" /\\/<gap>/ <gap>'
+    spelled = spelled_by(of_marked.grammar(form_of("grammar", told)).fork())
+    assert spelled[:2] == [VOCAB + 1, VOCAB]
+    assert spelled[-1] == VOCAB + 2
+    assert marked.decode(spelled[2:-1]) == '"<tool_call>/<gap>'
 
 
 @pytest.mark.parametrize("vocab", [VOCAB + 100, VOCAB - 100])

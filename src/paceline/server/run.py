@@ -35,6 +35,7 @@ STUCK = 70  # exit code of a server that could not end by itself; EX_SOFTWARE of
 _FAREWELL_S = 2.0  # how long clients may take to read their last event
 _GRACE_S = 5.0  # and whatever is left then
 _POLL_S = 0.1  # signals set flags
+_IDS = [1, 2, 3]  # a prompt where there is no tokenizer
 _BACKLOG = 2048  # connections the kernel holds for us
 
 
@@ -266,19 +267,22 @@ def banner(service: Service, bound: socket.socket, access: Access = OPEN_ACCESS)
     )
     url = f"{'http' if access.certfile is None else 'https'}://{reachable}:{port}"
     key = " -H 'Authorization: Bearer '$PACELINE_API_KEY" if access.api_keys else ""
-    path, asked = _example(service)
-    body = json.dumps({"model": service.model} | asked)
-    return (
-        f"serving {service.model} on {url}/v1, Ctrl-C stops\n"
-        f"  curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
-        f"{service.reader.formats.line()}"
-    )
+    lines = [f"serving {service.model} on {url}/v1, Ctrl-C stops"]
+    if (example := _example(service)) is not None:
+        path, asked = example
+        body = json.dumps({"model": service.model} | asked)
+        lines.append(f"  curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'")
+    return "\n".join(lines) + service.reader.formats.line()
 
 
-def _example(service: Service) -> tuple[str, dict[str, object]]:
-    """A path that answers for this model, and what to ask there."""
+def _example(service: Service) -> tuple[str, dict[str, object]] | None:
+    """A path that answers for this model, and what to ask there; None where there is none."""
+    has_texts = service.reader.tokenizer is not None
     if End.GENERATE in service.ends:
-        return "/v1/completions", {"prompt": "def fibonacci(n):", "max_tokens": 48}
-    if service.vectors.label_act is not None:
+        prompt = "def fibonacci(n):" if has_texts else _IDS
+        return "/v1/completions", {"prompt": prompt, "max_tokens": 48}
+    if service.vectors.label_act is None:
+        return "/v1/embeddings", {"input": "What is a cat?" if has_texts else _IDS}
+    if service.vectors.width == 1 and has_texts:
         return "/v1/score", {"text_1": "What is a cat?", "text_2": "An animal."}
-    return "/v1/embeddings", {"input": "What is a cat?"}
+    return None

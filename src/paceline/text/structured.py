@@ -22,6 +22,8 @@ from paceline.text.tokenizer import Tokenizer
 _MOST_KEPT = 32  # grammars
 _MAX_TOLD = 300  # characters of what llguidance says
 _INSIDE = re.compile("<state>|<backtrace>")  # behind it: of its own state
+# Of Lark, its texts, its regexes and its remarks; and a token's name.
+_LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//).*|(<[^<>\s]+>)')
 _ANY_OBJECT = '{"type": "object"}'
 # Between the parts of a JSON text stands a blank, or a line end and an indent: no model
 # can say blanks for ever.  A schema's own "x-guidance" does not count.
@@ -108,7 +110,7 @@ class StructureCompiler:
 
         limits = llguidance.LLParserLimits(**_LIMITS)
         try:
-            told = _told(wanted)
+            told = _told(wanted, self._tokenizer)
             matcher = llguidance.LLMatcher(self._core, told, log_level=0, limits=limits)
             fault = matcher.get_error() or " ".join(matcher.get_grammar_warnings())
         except Exception as error:  # any_to_lark raises IndexError and plain ones, too
@@ -125,7 +127,8 @@ class _Vocabulary:
     Its own reader of tokenizer.json takes every added token for one that is no text, and yet splits
     texts into them: a grammar that forces "<tool_call>" then refuses the one token that it allows.
     Here an added token is text unless it is special or ends an answer, and special ones stand for
-    themselves: a text that reads like one is made of others.
+    themselves: a text that reads like one is made of others, and so is all of a text that is not
+    what its tokens add to one, as where one takes the blanks around it.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int], vocab_size: int) -> None:
@@ -145,14 +148,19 @@ class _Vocabulary:
             else self._core.decode_bytes([token])
             for token in range(vocab_size)
         ]
-        # Behind the first character of each text that reads like a special token.
-        names = filter(None, map(tokenizer.token, self.special_token_ids))
-        ends = (f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names if name[1:])
-        self._inside_special = re.compile("|".join(ends) or "(?!)")
+        # What stands for the name of one that is no text: greedily its reader takes none that is
+        # added.
+        self._others = {
+            token: self._core.greedy_tokenize(tokenizer.token(token) or "")
+            for token in special & added.keys()
+        }
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        parts = self._inside_special.split(text if isinstance(text, str) else text.decode())
-        return [token for part in parts for token in self._core.tokenize_str(part)]
+    def __call__(self, text: bytes) -> list[int]:
+        whole = self._core.tokenize_bytes(text)
+        found = [part for token in whole for part in self._others.get(token, [token])]
+        if b"".join(self.tokens[token] for token in found) == text:
+            return found
+        return list(self._core.greedy_tokenize(text.decode()))
 
 
 class StructuredGrammar:
@@ -184,7 +192,7 @@ class StructuredGrammar:
             raise _error(self._kind, self._matcher.get_error())
 
 
-def _told(wanted: StructuredOutputs) -> str:
+def _told(wanted: StructuredOutputs, tokenizer: Tokenizer) -> str:
     """In llguidance's words.  Raises whatever its readers do."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
@@ -197,13 +205,19 @@ def _told(wanted: StructuredOutputs) -> str:
         words = " | ".join(map(json.dumps, json.loads(text)))
         told = LLMatcher.grammar_from_lark(f"start: {words}")
     elif kind is StructureKind.GRAMMAR:
-        told = LLMatcher.grammar_from_lark(any_to_lark(text))
+        told = LLMatcher.grammar_from_lark(_numbered(any_to_lark(text), tokenizer))
     else:
         schema = json.loads(_ANY_OBJECT if kind is StructureKind.JSON_OBJECT else text)
         # The two schemas that are no objects: everything, and nothing.
         schema = {} if schema is True else {"enum": []} if schema is False else schema
         told = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
     return told
+
+
+def _numbered(lark: str, tokenizer: Tokenizer) -> str:
+    """With added tokens by number: llguidance knows by name those alone that are no text."""
+    ids = {f"{tokenizer.token(token)}": token for token in tokenizer.added_tokens}
+    return _LARK.sub(lambda at: f"<[{ids[at[1]]}]>" if at[1] in ids else at[0], lark)
 
 
 def _error(kind: StructureKind, fault: str) -> RequestError:
