@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import _pytest.logging
 import pytest
@@ -118,10 +119,12 @@ class _CatchesAtRoot(_pytest.logging.catching_logs[_pytest.logging.LogCaptureHan
     def __enter__(self) -> _pytest.logging.LogCaptureHandler:
         if self.level is not None:  # --log-level
             return super().__enter__()
-        root = logging.getLogger()
-        root.addHandler(self.handler)
-        self.attached_loggers.append(root)
+        logging.getLogger().addHandler(self.handler)
         return self.handler
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        logging.getLogger().removeHandler(self.handler)
 
 
 @pytest.hookimpl(tryfirst=True)

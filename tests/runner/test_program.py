@@ -102,6 +102,9 @@ def test_the_likeliest_tokens_are_sought_where_the_step_asks(tiny: TinyModel) ->
     assert ["aten::topk" in seen for seen in asked] == [True, False]
 
 
+IDS = torch.zeros(1, 4, dtype=torch.int64)
+
+
 class Returns(Proposer):
     """Of every round the same, whatever its form."""
 
@@ -117,25 +120,27 @@ class Returns(Proposer):
 @pytest.mark.parametrize(
     ("shape", "made", "text"),
     [
-        (CHAIN, None, r"tokens .* must be \[1, 4\], .*, got None;"),
+        (CHAIN, None, r"tokens .* must be torch.int64 \[1, 4\], .*, got None;"),
+        (CHAIN, DraftTree(IDS.new_zeros(1, 6), None), r"tokens .*, got torch.int64 \[1, 6\];"),
+        (CHAIN, DraftTree(IDS[0], None), r"tokens .*, got torch.int64 \[4\];"),
+        (CHAIN, DraftTree(IDS.float(), None), r"tokens .*, got torch.float32 \[1, 4\];"),
         (
             CHAIN,
-            DraftTree(torch.zeros(1, 6), None),
-            r"tokens .* must be \[1, 4\], .*, got \[1, 6\];",
-        ),
-        (CHAIN, DraftTree(torch.zeros(4), None), r"tokens .* must be \[1, 4\], .*, got \[4\];"),
-        (
-            CHAIN,
-            DraftTree(torch.zeros(1, 4), torch.zeros(1, 4)),
-            r"^parents of the drafts by a stranger must be None, of a chain, got \[1, 4\];",
+            DraftTree(IDS, IDS.int()),
+            r"^parents of the drafts by a stranger must be None, of a chain, got torch.int32 ",
         ),
         (
             TREE,
-            DraftTree(torch.zeros(1, 6), None),
-            r"parents .* must be \[1, 6\], .*, got None;",
+            DraftTree(IDS.new_zeros(1, 6), None),
+            r"parents .* must be torch.int32 \[1, 6\], .*, got None;",
+        ),
+        (
+            TREE,
+            DraftTree(IDS.new_zeros(1, 6), IDS.new_zeros(1, 6)),
+            r"parents .*, got torch.int64 \[1, 6\];",
         ),
     ],
-    ids=["nothing", "too many", "flat", "a tree of a chain", "no tree"],
+    ids=["nothing", "too many", "flat", "floats", "a tree of a chain", "no tree", "long parents"],
 )
 def test_drafts_of_another_form_are_refused_by_the_name_of_who_made_them(
     tiny: TinyModel, shape: DraftShape, made: Any, text: str

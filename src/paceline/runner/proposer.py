@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from paceline.attention.contract import AttentionBackend
@@ -124,20 +125,23 @@ NOBODY = Nobody()
 
 
 def require_tree(tree: DraftTree, proposer: Proposer, *, padded_reqs: int) -> None:
-    """Refuse what a proposer may not return, by shapes alone: what is drafted, the device knows.
+    """Refuse what a proposer may not return, by its form alone: what is drafted, the device knows.
 
     Raises KernelArgumentError.
     """
     shape = (padded_reqs, proposer.shape.num_draft_tokens)
-    for name, is_there in (("tokens", True), ("parents", not proposer.shape.is_chain)):
+    wanted = {
+        "tokens": (torch.int64, shape),
+        "parents": None if proposer.shape.is_chain else (torch.int32, shape),
+    }
+    for name, form in wanted.items():
         got: object = getattr(tree, name, tree)
-        found = list(got.shape) if isinstance(got, Tensor) else got
-        if found != (list(shape) if is_there else None):
+        if form != ((got.dtype, got.shape) if isinstance(got, Tensor) else got):
             raise KernelArgumentError.about(
                 f"{name} of the drafts by {proposer.name}",
-                expected=f"{list(shape)}, of each padded request its root and drafts"
-                if is_there
-                else "None, of a chain",
-                got=found,
+                expected="None, of a chain"
+                if form is None
+                else f"{form[0]} {list(shape)}, of each padded request its root and drafts",
+                got=f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else got,
                 remedy="return what Proposer.propose promises",
             )

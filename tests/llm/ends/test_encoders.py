@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from box_cases import boxed, replayed_as_it_was, written
 from embedders import Embedder, assert_vectors, write_modules
 from llm_cases import assert_idle, make_llm, random_prompts, save_tokenizer, text_of
 
 from paceline.core.errors import ConfigError, ModelError, RequestError
 from paceline.core.modes import Pooling
 from paceline.layers import attention as attention_layer
+from paceline.llm.box.replay import replay
 from paceline.plan.explain import explain_model
 
 CONTEXT = 128
@@ -211,6 +213,21 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
             explain_model({"model": str(encoder.folder), "device": "cpu"} | options, gpu=None)
     with make_llm(encoder, max_model_len=64, chunked_prefill_size=64) as llm:
         assert len(llm.embed(random_prompts((64,)))) == 1
+
+
+def test_a_record_of_an_encoder_is_replayed_and_refuses_as_it_does(tmp_path: Path) -> None:
+    encoder = make_encoder("bert", tmp_path / "model")
+    with boxed(encoder, tmp_path / "box") as llm:
+        llm.embed(random_prompts(LENGTHS))
+        llm.keep_stuck("nowhere")
+    [record] = written(tmp_path / "box")
+    assert replayed_as_it_was(record, attention_backend="none").num_restored == 0
+    for asked, text in (
+        ({"tensor_parallel_size": 2}, "an encoder is not split among ranks"),
+        ({"kv_cache_bytes": 1 << 20}, "must be left out for a model that caches nothing"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            replay(record, asked)
 
 
 @pytest.mark.parametrize(

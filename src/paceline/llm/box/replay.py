@@ -104,7 +104,6 @@ def options_of(record: Record, asked: Mapping[str, object]) -> dict[str, object]
     for name in _FOLLOWING.keys() & asked.keys():
         left |= _FOLLOWING[name]
     if not record.made.num_pages:
-        _require_no_cache(asked)
         left |= _OF_NO_CACHE
     if options["page_size"] == options.get("state_checkpoint_every"):
         left.add("page_size")  # it follows, and may not be asked where states are alone
@@ -121,6 +120,8 @@ def replay(
     Raises ConfigError, ModelError where the engine cannot be built, or its cache not be restored.
     """
     prepared = prepare(options_of(record, asked))
+    if prepared.groups and not record.made.num_pages:
+        _require_no_cache(named(asked))
     for name, (then, now) in _others(record, prepared).items():
         _LOG.info("%s: recorded %s, here %s", name, then, now)
     record, room, num_pages = _placed(record, prepared)
@@ -133,7 +134,8 @@ def replay(
 
 
 def _require_no_cache(asked: Mapping[str, object]) -> None:
-    """Of a record without one: whatever is asked of a cache makes one, and no step has its pages.
+    """Of a record without one, whose engine would have one now: what was asked of it makes it, and
+    no step has its pages.
 
     Raises ConfigError.
     """
