@@ -47,7 +47,7 @@ def with_ends(config: ModelConfig, source: ModelSource, asked: Pooling | None) -
         return classifying(config, source, _types(source.modules or ()), asked)
     said = None
     if source.modules is not None:
-        said = _said(source.modules, source.pooling_config or {})
+        said = _said(source.modules, source.pooling_config)
         normalizes = "Normalize" in _types(source.modules)
         config = replace(config, normalizes=normalizes)
     is_body = _is_body(source.config.get("architectures")) or End.GENERATE not in config.ends
@@ -103,7 +103,7 @@ def _check_prompt_pooled(config: ModelConfig, source: ModelSource, pooling: Pool
     """The last token of a text is never one of the prompt's."""
     if config.vector_prompt and pooling is not Pooling.LAST:
         path = paths_of(source.modules or [], "Pooling")[0]
-        fields = Fields(source.pooling_config or {}, f"{path}/config.json")
+        fields = Fields(source.pooling_config, f"{path}/config.json")
         reason = "use a model that pools the tokens of its prompt, too"
         if not fields.flag("include_prompt", True):
             expected = f"true behind the default prompt {config.vector_prompt!r}"

@@ -63,7 +63,7 @@ class ModelSource:
     generation_config: dict[str, Any]
     tokenizer: Path | None  # tokenizer.json
     modules: list[Any] | None = None  # modules.json of sentence-transformers; None: there is none
-    pooling_config: dict[str, Any] | None = None  # of its Pooling module
+    pooling_config: dict[str, Any] = field(default_factory=dict)  # of its Pooling module
     dense: dict[str, dict[str, Any]] = field(default_factory=dict)  # by folder, the config.json of
     # each of its Dense modules, in their order
     transformer_config: dict[str, Any] = field(default_factory=dict)  # of its Transformer module
@@ -183,10 +183,8 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
             got=f"{folder} without it",
             remedy="point --model at a folder in Hugging Face format",
         )
-    generation = folder / "generation_config.json"
     tokenizer = folder / "tokenizer.json"
     modules = _read_list(folder / _MODULES)
-    pooling = [folder / path / "config.json" for path in paths_of(modules or [], "Pooling")]
     dense = paths_of(modules or [], "Dense")
     beside = folder if modules is not None else None
     return ModelSource(
@@ -194,20 +192,21 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
         kind=kind,
         folder=folder,
         config=_with_side_file(folder, _read_json(config_path)),
-        generation_config=_read_json(generation) if generation.is_file() else {},
+        generation_config=_read_beside(folder, "generation_config.json"),
         tokenizer=tokenizer if tokenizer.is_file() else None,
         modules=modules,
-        pooling_config=_read_json(pooling[0]) if pooling and pooling[0].is_file() else None,
+        pooling_config=_of_module(folder, modules or [], "Pooling", "config.json"),
         dense={path: _read_json(folder / path / "config.json") for path in dense},
-        transformer_config=_of_transformer(folder, modules or []),
+        transformer_config=_of_module(folder, modules or [], "Transformer", *_TRANSFORMER),
         tokenizer_config=_read_beside(beside, "tokenizer_config.json"),
         prompts_config=_read_beside(beside, _PROMPTS),
     )
 
 
-def _of_transformer(folder: Path, modules: list[Any]) -> dict[str, Any]:
-    paths = [folder / path for path in paths_of(modules, "Transformer")]
-    found = (_read_beside(path, name) for path in paths[:1] for name in _TRANSFORMER)
+def _of_module(folder: Path, modules: list[Any], kind: str, *names: str) -> dict[str, Any]:
+    """What the first of these files says that says something, beside the first module of a kind."""
+    paths = [folder / path for path in paths_of(modules, kind)]
+    found = (_read_beside(path, name) for path in paths[:1] for name in names)
     return next(filter(None, found), {})
 
 
