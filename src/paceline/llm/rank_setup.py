@@ -85,9 +85,7 @@ def unusual(options: EngineOptions) -> dict[str, Any]:
 def _fingerprint(sources: Sequence[ModelSource], *, stored: bool) -> str:
     """Of configurations, and of the names, sizes and times of the files beside weights, those of
     Dense modules too."""
-    seen: list[Any] = [
-        (each.config, each.modules, each.pooling_config, each.dense) for each in sources
-    ]
+    seen: list[Any] = [each.said for each in sources]
     found = [(each.folder, each.dense) for each in sources if each.folder is not None and stored]
     folders = [folder / name for folder, dense in found for name in ("", *dense)]
     for path in [path for folder in folders for path in sorted(folder.iterdir())]:

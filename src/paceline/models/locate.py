@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,14 @@ class ModelSource:
     transformer_config: dict[str, Any] = field(default_factory=dict)  # of its Transformer module
     tokenizer_config: dict[str, Any] = field(default_factory=dict)  # beside modules, else unread
     prompts_config: dict[str, Any] = field(default_factory=dict)  # of what stands before texts
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """All JSON that was read, by what it is: two that make one model say the same."""
+        places = {"name", "kind", "folder", "tokenizer"}
+        return {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in places
+        }
 
 
 def shape_names() -> tuple[str, ...]:

@@ -122,6 +122,9 @@ def test_files_of_dense_modules_are_weights_and_the_targets_count_once(tmp_path:
     plain = prepare({"model": str(tmp_path)})
     dense = {"2_Dense": {"in_features": 64}}
     own = {"modules": [{"type": "a.Dense"}], "pooling_config": {"mode": "cls"}, "dense": dense}
+    limit, prompts = {"max_seq_length": 16}, {"prompts": {"q": "Q: "}, "default_prompt_name": "q"}
+    own |= {"transformer_config": limit, "prompts_config": prompts}
+    own |= {"tokenizer_config": {"model_max_length": 16}}
 
     def told(drafted: bool = False, **own: Any) -> str:
         source = replace(plain.source, **own)
@@ -129,7 +132,7 @@ def test_files_of_dense_modules_are_weights_and_the_targets_count_once(tmp_path:
         return planned(replace(plain, source=source, speculation=drafter), (), None).weights
 
     first = told()
-    assert len({first, *(told(**{name: said}) for name, said in own.items())}) == 4
+    assert len({first, *(told(**{name: said}) for name, said in own.items())}) == 7
     assert told(drafted=True) == first
     before = told(**own)
     weights.write_bytes(b"\0\0")
