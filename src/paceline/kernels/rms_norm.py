@@ -48,8 +48,8 @@ def add_rms_norm_reference(
     unit_offset: bool = False,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The definition.  Returns (normalised sum, sum), both in x's dtype; mutates nothing."""
-    total = residual + x
+    """The definition.  Returns (normalised sum, sum), both in residual's dtype; mutates nothing."""
+    total = residual + (x if x.dim() == residual.dim() else x.sum(0).to(residual.dtype))
     normed = rms_norm_reference(total, weight, eps, unit_offset=unit_offset, wide=wide)
     return normed, total
 
@@ -103,7 +103,16 @@ def _bind_add_rms_norm(
     wide: bool,
     out: Tensor,
 ) -> Run:
-    return bind_rms_norm(residual, weight, eps, unit_offset, wide, out, addend=x)
+    if x.dim() == residual.dim():
+        return bind_rms_norm(residual, weight, eps, unit_offset, wide, out, addend=x)
+    total = torch.empty_like(residual)
+    norm = bind_rms_norm(residual, weight, eps, unit_offset, wide, out, addend=total)
+
+    def run() -> None:
+        total.copy_(x.sum(0))
+        norm()
+
+    return run
 
 
 def _rms_norm_cuda(
@@ -177,11 +186,16 @@ def add_rms_norm(
 ) -> Tensor:
     """residual += x in the model's dtype, then normalise the sum into a new tensor.
 
-    x, residual: [tokens, dim]; weight: [dim] in x's dtype.  Mutates `residual`.  Graph-safe.
+    x, residual: [tokens, dim]; weight: [dim] in x's dtype.  Or x: [parts, tokens, dim] float32,
+    contiguous, whose sum is rounded to residual's dtype before.  Mutates `residual`.  Graph-safe.
     Raises KernelArgumentError.
     """
-    check_add_rms_norm(x, residual, weight)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.dim() > residual.dim():
+        _check_parts(x, residual)
+        check_add_rms_norm(residual, residual, weight)
+    else:
+        check_add_rms_norm(x, residual, weight)
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     _ADD_RMS_NORM(x, residual, weight, eps, unit_offset, wide, out)
     return out
 
@@ -190,6 +204,18 @@ def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
     """Raise KernelArgumentError for what `add_rms_norm` does not take."""
     _check_rows(x, weight)
     _check_like("residual", residual, x)
+
+
+def _check_parts(parts: Tensor, residual: Tensor) -> None:
+    shape = (parts.shape[0], *residual.shape)
+    is_like = parts.dtype == torch.float32 and parts.device == residual.device
+    if parts.shape != shape or not is_like or not parts.is_contiguous():
+        reject(
+            "x",
+            expected=f"like residual, or contiguous float32 [parts, {list(residual.shape)}]",
+            got=parts,
+            remedy="give it what linear_parts returns",
+        )
 
 
 def _check_rows(x: Tensor, weight: Tensor) -> None:

@@ -24,6 +24,11 @@ class Linear(nn.Module):
         """x [tokens, in] -> [tokens, out]."""
         return self.held.format.apply(x, self.held.weight)
 
+    def parts(self, x: Tensor) -> Tensor | None:
+        """[parts, tokens, out] float32 whose sum is the same, where the sum is better made by what
+        stands behind; None elsewhere."""
+        return self.held.format.apply_in_parts(x, self.held.weight)
+
     def then(self, x: Tensor, activation: str) -> Tensor:
         """act of the same; activation: of act_and_mul.ACTIVATIONS."""
         return self.held.format.apply_then(x, self.held.weight, activation)

@@ -5,11 +5,17 @@ from torch import Tensor, nn
 from paceline.core.model.config import HIDDEN_ACTS
 from paceline.core.parallel import Parallel, whole
 from paceline.layers.linear import GateUpLinear, Linear
+from paceline.layers.rank_sum import ProductParts
 from paceline.layers.weights.parameter import Placement
 
 
 class GatedMLP(nn.Module):
-    """Fused gate/up with activation, down; of a rank the part that its share of columns gives."""
+    """Fused gate/up with activation, down; of a rank the part that its share of columns gives.
+
+    is_left: where down is computed in parts, whoever calls adds them up.
+    """
+
+    is_left = False
 
     def __init__(
         self,
@@ -34,7 +40,11 @@ class GatedMLP(nn.Module):
         )
         self.down = Linear(inter, whole(hidden_size), bias=bias, placement=placement)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | ProductParts:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        out: Tensor = self.down(self.gate_up(x))
+        gated = self.gate_up(x)
+        parts = self.down.parts(gated) if self.is_left else None
+        if parts is not None:
+            return ProductParts(parts, x.dtype)
+        out: Tensor = self.down(gated)
         return out

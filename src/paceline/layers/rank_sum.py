@@ -4,7 +4,8 @@ rows of which each holds a part.
 One process computes the whole, and has no RankSum: it runs no operation of it, and asks nothing.
 
 A layer whose norms add up what its blocks return leaves the sum to them (`leave_sums`): then a
-block returns an `Unsummed`, and `RMSNorm.add` sums, adds and normalises in one operation.
+block returns an `Unsummed`, and `RMSNorm.add` sums, adds and normalises in one operation.  Of one
+process a `GatedMLP` leaves the parts of its last product, where that is computed in parts.
 """
 
 from collections.abc import Sequence
@@ -18,11 +19,21 @@ from paceline.kernels.all_reduce import Exchange, all_reduce
 from paceline.layers.weights.parameter import Placement
 
 
-class Unsummed(NamedTuple):
+class RankParts(NamedTuple):
     """A sum over ranks that is still to be made."""
 
     part: Tensor  # [tokens, hidden]  this rank's
     exchange: Exchange
+
+
+class ProductParts(NamedTuple):
+    """A sum over the parts of a product that is still to be made, and rounded."""
+
+    parts: Tensor  # [parts, tokens, hidden]  float32
+    dtype: torch.dtype  # of the sum
+
+
+Unsummed = RankParts | ProductParts
 
 
 class RankSum(nn.Module):
@@ -36,19 +47,23 @@ class RankSum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | Unsummed:
         """As of `part`; x is the same on every rank, or its share of columns."""
-        unsummed = Unsummed(self.part(x), self.exchange)
+        unsummed = RankParts(self.part(x), self.exchange)
         return unsummed if self.is_left else total(unsummed)
 
 
 def total(x: Tensor | Unsummed) -> Tensor:
     """The sum itself; what is one already stays as it is."""
-    return all_reduce(x.part, x.exchange) if isinstance(x, Unsummed) else x
+    if isinstance(x, ProductParts):
+        return x.parts.sum(0).to(x.dtype)
+    return all_reduce(x.part, x.exchange) if isinstance(x, RankParts) else x
 
 
 def rows_of(x: Tensor | Unsummed, rows: Tensor) -> Tensor | Unsummed:
     """Rows [rows] int64 of x [tokens, hidden], in a new tensor; of a sum that is still to be made,
-    of each rank's part."""
-    if isinstance(x, Unsummed):
+    of each part."""
+    if isinstance(x, ProductParts):
+        return x._replace(parts=x.parts.index_select(1, rows))
+    if isinstance(x, RankParts):
         return x._replace(part=x.part.index_select(0, rows))
     return x.index_select(0, rows)
 

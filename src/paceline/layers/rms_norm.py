@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from paceline.core.model.config import ModelConfig, NormKind
 from paceline.kernels.all_reduce_norm import all_reduce_add_rms_norm
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from paceline.layers.rank_sum import Unsummed
+from paceline.layers.rank_sum import ProductParts, RankParts, Unsummed
 from paceline.layers.weights.parameter import Placement, empty_parameter
 
 
@@ -45,12 +45,13 @@ class RMSNorm(nn.Module):
     def add(self, delta: Tensor | Unsummed, residual: Tensor) -> Tensor:
         """residual += delta, in place; returns the norm of the sum.  Both [tokens, size]."""
         offset, wide = self.unit_offset, self.wide
-        if isinstance(delta, Unsummed):
+        if isinstance(delta, RankParts):
             part, exchange = delta
             return all_reduce_add_rms_norm(
                 part, residual, self.weight, self.eps, exchange, unit_offset=offset, wide=wide
             )
-        return add_rms_norm(delta, residual, self.weight, self.eps, unit_offset=offset, wide=wide)
+        x = delta.parts if isinstance(delta, ProductParts) else delta
+        return add_rms_norm(x, residual, self.weight, self.eps, unit_offset=offset, wide=wide)
 
     def neutral_(self) -> None:
         """Make the factor 1, for weights that were not read from a checkpoint."""

@@ -28,10 +28,11 @@ def weighed(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x_ptr,  # [tokens, heads, dim]
+    x_ptr,  # [tokens, heads, dim]; of PARTS [PARTS, tokens, heads, dim] float32
     residual_ptr,  # [tokens, heads, dim] or unused
     weight_ptr,  # [dim]
     out_ptr,  # [tokens, heads, dim], may be x
+    stride_x_part,
     stride_x_token,
     stride_x_head,
     stride_residual_token,
@@ -43,6 +44,7 @@ def _rms_norm_kernel(
     eps,
     DIM: tl.constexpr,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,  # of x, added up and rounded; 1: x is whole
     UNIT_OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -65,7 +67,11 @@ def _rms_norm_kernel(
     if not IS_ONE:
         let_next_start(OVERLAPPED)
     x_offset = token * stride_x_token + head * stride_x_head
-    x = tl.load(x_ptr + x_offset[:, None] + cols[None, :], mask=mask, other=0.0)
+    x_ptrs = x_ptr + x_offset[:, None] + cols[None, :]
+    x = tl.load(x_ptrs, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptrs + part * stride_x_part, mask=mask, other=0.0)
+    x = x.to(DTYPE)
     if ADD:
         residual_offset = token * stride_residual_token + head * stride_residual_head
         residual_ptrs = residual_ptr + residual_offset[:, None] + cols[None, :]
@@ -91,6 +97,10 @@ def launch_rms_norm(
     out: Tensor,
 ) -> None:
     """One program per block of rows; arguments as checked by kernels/rms_norm.py."""
+    parts, stride_part = 1, 0
+    if residual is not None and x.dim() > residual.dim():  # [parts, tokens, dim]
+        (parts, *_), (stride_part, *_) = x.shape, x.stride()
+        x = x[0]
     dim = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * heads
@@ -106,6 +116,7 @@ def launch_rms_norm(
         added,
         weight,
         out,
+        stride_part,
         x.stride(0),
         x.stride(1) if x.dim() == 3 else 0,
         added.stride(0),
@@ -117,6 +128,7 @@ def launch_rms_norm(
         eps,
         DIM=dim,
         ADD=residual is not None,
+        PARTS=parts,
         UNIT_OFFSET=unit_offset,
         WIDE=wide,
         BLOCK_ROWS=block_rows,

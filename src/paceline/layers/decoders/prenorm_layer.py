@@ -10,6 +10,7 @@ from paceline.layers.mixers.gated_delta import GatedDeltaNet
 from paceline.layers.mixers.latent_attention import LatentAttention
 from paceline.layers.mixers.mamba2 import Mamba2
 from paceline.layers.mixers.self_attention import SelfAttention
+from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import feed_forward
 from paceline.layers.rank_sum import Unsummed, leave_sums, total
 from paceline.layers.rms_norm import hidden_norm
@@ -35,6 +36,8 @@ class PreNormLayer(DecoderLayer):
         self.mlp = feed_forward(config, attention.layer_id, parallel=parallel, placement=placement)
         if self.scale is None:  # whose factor is the sum's
             leave_sums(self.attention, self.mlp)
+            if isinstance(self.mlp, GatedMLP):
+                self.mlp.is_left = True
 
     def mix(
         self,

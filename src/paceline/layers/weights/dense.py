@@ -10,6 +10,7 @@ from paceline.core.parallel import Span, whole
 from paceline.kernels.act_and_mul import act_and_mul, activate
 from paceline.kernels.head_products import head_products
 from paceline.kernels.linear import gated_linear, linear, linear_then
+from paceline.kernels.linear_parts import fits_parts, linear_parts
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts
 from paceline.kernels.moe_route import Routing
 from paceline.kernels.reordered_weight import (
@@ -102,6 +103,11 @@ class DenseLinear(LinearFormat[DenseMatrix]):
         if weight.reordered is not None:
             return activate(self.apply(x, weight), activation)
         return linear_then(x, weight.weight, weight.bias, activation)
+
+    def apply_in_parts(self, x: Tensor, weight: DenseMatrix) -> Tensor | None:
+        if weight.bias is not None or not fits_parts(x, weight.weight):
+            return None
+        return linear_parts(x, weight.weight)
 
 
 class DenseRows(NamedTuple):
