@@ -15,8 +15,9 @@ from paceline.layers.embedding import Embedding, LMHead, root_scale
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SparseMLP
+from paceline.layers.rank_sum import ProductParts, rows_of, total
 from paceline.layers.rms_norm import RMSNorm
-from paceline.layers.weights import packed
+from paceline.layers.weights import dense, packed
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Destination
@@ -117,15 +118,41 @@ def test_mlp_gates_up_with_the_named_activation(activation: str, formula: object
     torch.testing.assert_close(layer(x), expected)
 
 
+def test_what_an_mlp_leaves_is_added_by_the_norm_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are taken where somebody behind adds them; of some rows, too."""
+    monkeypatch.setattr(dense, "fits_parts", lambda x, weight: True)
+    layer = filled(GatedMLP(6, 8, activation="silu", bias=False, parallel=PARALLEL, placement=CPU))
+    norm = filled(RMSNorm(6, 1e-6, placement=CPU))
+    x, residual = torch.randn(5, 6), torch.randn(5, 6)
+    whole_sum = layer(x)
+    assert isinstance(whole_sum, Tensor)
+    layer.is_left = True
+    left = layer(x)
+    assert isinstance(left, ProductParts)
+    torch.testing.assert_close(total(left), whole_sum)
+    for rows in (torch.arange(5), torch.tensor([3, 1])):
+        streams = residual[rows].clone(), residual[rows].clone()
+        found = norm.add(rows_of(left, rows), streams[0])
+        torch.testing.assert_close(found, norm.add(rows_of(whole_sum, rows), streams[1]))
+        torch.testing.assert_close(*streams)
+
+
+def test_a_bias_is_added_to_a_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "fits_parts", lambda x, weight: True)
+    layer = filled(GatedMLP(6, 8, activation="silu", bias=True, parallel=PARALLEL, placement=CPU))
+    layer.is_left = True
+    assert isinstance(layer(torch.randn(5, 6)), Tensor)
+
+
 def test_norm_adds_into_the_residual_and_neutral_is_the_identity_factor() -> None:
     for kind in NormKind:
         norm = RMSNorm(16, 1e-6, placement=CPU, kind=kind)
         norm.neutral_()
         delta, residual = torch.randn(3, 16), torch.randn(3, 16)
-        total = delta + residual
+        expected = delta + residual
         out = norm.add(delta, residual)
-        torch.testing.assert_close(residual, total)
-        torch.testing.assert_close(out, F.rms_norm(total, (16,), None, 1e-6))
+        torch.testing.assert_close(residual, expected)
+        torch.testing.assert_close(out, F.rms_norm(expected, (16,), None, 1e-6))
 
 
 def test_gemmas_embedding_scale_is_rounded_to_the_dtype_of_the_table() -> None:

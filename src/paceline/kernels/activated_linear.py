@@ -3,8 +3,9 @@ act(x W^T + b), or of gate rows and up rows act(x G^T + b) * (x U^T + b).
 
 A library's product writes what the activation then reads and writes again.  Here an activation is
 computed of the sums of a tile while other tiles of the processor are multiplied.  Both read tiles
-by the copy engine.  Of 16-bit numbers on a Hopper GPU, of tokens enough to fill it and few inputs;
-all else stays with `linear` (docs/decisions/125-activations-in-products.md).
+by the copy engine.  Of 16-bit numbers on a Hopper GPU, of tokens enough to fill it and few inputs,
+and of a full decode's gates (docs/decisions/137-norms-add-the-parts-of-a-product.md); all else
+stays with `linear` (docs/decisions/125-activations-in-products.md).
 """
 
 from typing import NamedTuple
@@ -16,10 +17,14 @@ from paceline.kernels._check import reject, require_triton
 from paceline.kernels.act_and_mul import act_and_mul, activate, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.skinny_linear import require_bias
-from paceline.kernels.stand_in import capability, device_type
+from paceline.kernels.stand_in import capability, device_type, multiprocessors
 
 LEAST_TOKENS = 2048  # below, tiles are too few to fill a GPU
 MOST_INNER = 1024  # of the inner dimension: longer sums want other tiles, and gain less
+LONG_TOKENS = (
+    256  # of longer sums with gates, which gain where tiles of both fill processors in turns
+)
+_LEAST_FILL = 0.8  # of the turns' processors
 _MAJOR = 9  # of the compute capability where tiles were measured; others have less memory for them
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes, of what the copy engine reads: first numbers of rows
@@ -39,6 +44,7 @@ class ProductTile(NamedTuple):
 
 PLAIN_TILE = ProductTile(128, 128, 64, 8, 4, 2)
 GATED_TILE = ProductTile(128, 64, 64, 16, 4, 3, per_processor=2)
+LONG_TILE = ProductTile(128, 128, 64, 4, 8, 4)
 
 
 def activated_linear_reference(
@@ -58,12 +64,24 @@ def fits_activated(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
         and arch is not None
         and arch[0] == _MAJOR
         and x.dim() == 2
-        and x.shape[0] >= LEAST_TOKENS
-        and x.shape[1] <= MOST_INNER
+        and (
+            _fills_turns(x, rows // 2)
+            if gated and x.shape[1] > MOST_INNER
+            else x.shape[0] >= LEAST_TOKENS and x.shape[1] <= MOST_INNER
+        )
         and _is_readable(x)
         and _is_readable(weight)
         and rows % _multiple_of_rows(x, gated=gated) == 0
     )
+
+
+def _fills_turns(x: Tensor, features: int) -> bool:
+    """Whether long sums of gates are of as many tokens as gain, and leave few processors idle."""
+    if x.shape[0] != LONG_TOKENS:
+        return False
+    tiles = LONG_TOKENS // LONG_TILE.tokens * -(-features // LONG_TILE.features)
+    processors = multiprocessors(x.device)
+    return tiles >= _LEAST_FILL * processors * -(-tiles // processors)
 
 
 def activated_linear(
@@ -130,7 +148,9 @@ def _launch(
     require_triton("activated_linear", otherwise="use kernels.linear and kernels.act_and_mul")
     from paceline.kernels._triton.activated_linear import launch_activated_linear
 
-    tile = GATED_TILE if gated else PLAIN_TILE
+    tile = PLAIN_TILE
+    if gated:
+        tile = GATED_TILE if x.shape[1] <= MOST_INNER else LONG_TILE
     launch_activated_linear(x, weight, bias, activation, gated, out, tile=tile)
 
 

@@ -30,12 +30,13 @@ def fits_parts(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear_parts` takes these operands and a norm of its result is faster than one of
     `linear`'s; shapes and dtypes only.  x: [tokens, inner]; weight: [out, inner]."""
     tokens, inner = x.shape
-    arch = capability(x.device)
-    if device_type(x.device) != "cuda" or arch is None or arch[0] != _MAJOR:
+    if device_type(x.device) != "cuda" or not SKINNY_TOKENS < tokens <= MOST_TOKENS:
         return False
+    arch = capability(x.device)
     tiles = -(-tokens // _TILE) * -(-weight.shape[0] // _TILE)
     return (
-        SKINNY_TOKENS < tokens <= MOST_TOKENS
+        arch is not None
+        and arch[0] == _MAJOR
         and inner >= _LEAST_INNER
         and inner % (_TILE * PARTS) == 0
         and PARTS * tiles <= multiprocessors(x.device)

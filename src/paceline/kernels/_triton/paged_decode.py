@@ -47,7 +47,7 @@ from paceline.kernels._triton.split_merge import (
 )
 from paceline.kernels.paged_attention.call import PagedCall
 from paceline.kernels.paged_attention.shared_prefix import CHUNK_KEYS
-from paceline.kernels.paged_attention.splits import SplitWorkspace
+from paceline.kernels.paged_attention.splits import SplitWorkspace, has_many_programs
 
 
 @triton.jit
@@ -319,13 +319,18 @@ def _decode_kernel(
 
 
 def decode_config(
-    group: int, head_dim: int, v_head_dim: int, *, kv_dtype: torch.dtype
+    group: int, head_dim: int, v_head_dim: int, *, kv_dtype: torch.dtype, is_many: bool = False
 ) -> SplitConfig:
     """Static tile table of paged_decode: memory-bound, so small tiles, two in flight, and many
-    programs of two warps."""
+    programs of two warps.  is_many: more than fit at once, of one warp each where tiles are of 32
+    keys of 8 KiB."""
+    rows = 16 if group <= 16 else 32
+    keys = max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) // 2)
+    if is_many and (rows, keys, kv_dtype.itemsize) == (16, 32, 2):
+        return SplitConfig(block_rows=rows, block_keys=16, num_warps=1, num_stages=3, min_tiles=6)
     return SplitConfig(
-        block_rows=16 if group <= 16 else 32,
-        block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) // 2),
+        block_rows=rows,
+        block_keys=keys,
         num_warps=2,
         num_stages=3,
         min_tiles=3,
@@ -355,7 +360,8 @@ def launch_paged_decode(
     _, page_size, kv_heads, v_head_dim = cache.v.shape
     group = heads // kv_heads
     if config is None:
-        config = decode_config(group, head_dim, v_head_dim, kv_dtype=cache.k.dtype)
+        is_many = has_many_programs(num_reqs, kv_heads, q.device)
+        config = decode_config(group, head_dim, v_head_dim, kv_dtype=cache.k.dtype, is_many=is_many)
     head_tiles = cdiv(group, config.block_rows)
     merge_rows = min(config.block_rows, next_power_of_2(group))
     launch(

@@ -21,6 +21,7 @@ _MAX_SPLITS = 64
 _MANY_SPLITS = 16  # so many hide the latency of memory with two programs to a multiprocessor
 _WORTHWHILE_SPLITS = 3  # fewer cost their merge
 _MOST_BY_LENGTH = 4  # splits for each request: where there are more, a program knows its first tile
+_MANY_PROGRAMS_PER_SM = 13  # so many of a decode are of one warp each, which more fit beside
 _MAX_CHUNKS = 8  # of a shared prefix
 _MIN_KEYS = 64  # of a split: fewer are not worth a merge
 FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: tiles as small as a decode's
@@ -75,7 +76,18 @@ def decode_shares(
 
 
 def _shares_of_keys(num_reqs: int, num_kv_heads: int, num_sms: int) -> int:
+    if _has_many(num_reqs * num_kv_heads, num_sms):
+        return 3 * num_reqs // 2  # those of one warp take twice as long for their keys
     return max(num_reqs, _MOST_PROGRAMS_PER_SM * num_sms // num_kv_heads)
+
+
+def has_many_programs(num_reqs: int, num_kv_heads: int, device: torch.device) -> bool:
+    """Whether a decode has so many that each is to be small."""
+    return _has_many(num_reqs * num_kv_heads, multiprocessors(device))
+
+
+def _has_many(programs: int, num_sms: int) -> bool:
+    return programs >= _MANY_PROGRAMS_PER_SM * num_sms
 
 
 def decode_slots(num_reqs: int, shares: int) -> int:
