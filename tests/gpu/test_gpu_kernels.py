@@ -9,6 +9,7 @@ import torch
 import attention_gate
 import kernels_gate
 import latent_attention
+import uneven_lengths
 
 # Warnings of drivers and compilers are shown and fail nothing.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -43,6 +44,19 @@ def test_decodes_over_latents_of_real_widths_meet_the_definition(
     ):
         error = latent_attention.worst_error(work, cache, run(0))
         assert error <= latent_attention.ERROR_LIMIT
+
+
+@pytest.mark.parametrize("count", [224, 256])
+@pytest.mark.parametrize("between", [(190, 191), (16, 2400)])
+def test_decodes_of_many_requests_meet_the_definition(count: int, between: tuple[int, int]) -> None:
+    """Programs of one warp; of even lengths one for each request and head, of uneven ones more."""
+    lens = uneven_lengths.log_uniform(count, *between)
+    device = torch.device("cuda")
+    world = uneven_lengths.World(lens, [1] * count, device)
+    q = torch.randn(count, uneven_lengths.HEADS, uneven_lengths.DIM, device=device).bfloat16()
+    for _ in range(2):
+        assert world.worst_error(q) <= uneven_lengths.ERROR_LIMIT
+        assert not world.workspace.finished.any()
 
 
 @pytest.mark.usefixtures("nan_memory")

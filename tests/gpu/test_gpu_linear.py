@@ -10,11 +10,13 @@ from packed_cases import KINDS, random_weight, relative
 from paceline.kernels.act_and_mul import ACTIVATIONS, act_and_mul_reference, activate
 from paceline.kernels.activated_linear import activated_linear, fits_activated
 from paceline.kernels.linear import gated_linear, linear, linear_then
+from paceline.kernels.linear_parts import fits_parts, linear_parts
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts_reference
 from paceline.kernels.moe_route import moe_route
 from paceline.kernels.packed_experts import PackedExpertWeights, PackedMatrices, packed_experts
 from paceline.kernels.packed_linear import packed_linear
 from paceline.kernels.packed_weight import FP8, INT4, PackedWeight, Packing, encode, pack_codes
+from paceline.kernels.rms_norm import add_rms_norm
 from paceline.kernels.scaled_linear import fits_scaled, scaled_linear, scaled_linear_reference
 from paceline.kernels.skinny_linear import MAX_TOKENS, arrival_counters, fits_skinny, skinny_linear
 from paceline.kernels.skinny_scaled_linear import (
@@ -102,6 +104,41 @@ def test_activations_in_products_equal_float64(
         again = run(copied, weight, bias, activation)
     graph.replay()
     assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize(("features", "inner"), [(14_336, 4096), (8192, 2048), (14_328, 1088)])
+def test_a_full_decodes_gates_are_activated_in_their_product(features: int, inner: int) -> None:
+    """Of long sums, the last tile of features partial in one case."""
+    x, weight, bias = operands(256, 2 * features, inner)
+    assert fits_activated(x, weight, gated=True)
+    product = (x.double() @ weight.double().T + bias.double()).bfloat16()
+    out = gated_linear(x, weight, bias, "silu")
+    exact = act_and_mul_reference(product, "silu")
+    torch.testing.assert_close(out.double(), exact.double(), rtol=2**-6, atol=2e-2)
+
+
+@pytest.mark.parametrize("tokens", [65, 96, 200, 256])
+@pytest.mark.parametrize(("rows", "inner"), [(4096, 14_336), (2048, 8192), (72, 8192)])
+def test_a_norm_adds_the_parts_of_a_product(tokens: int, rows: int, inner: int) -> None:
+    x, weight, _ = operands(tokens, rows, inner)
+    assert fits_parts(x, weight)
+    parts, exact = linear_parts(x, weight), x.double() @ weight.double().T
+    torch.testing.assert_close(parts.double().sum(0), exact, rtol=1e-5, atol=1e-4)
+    rng = torch.Generator("cuda").manual_seed(0)
+    residual = torch.randn(tokens, rows, generator=rng, device="cuda").bfloat16()
+    scale = torch.rand(rows, generator=rng, device="cuda").bfloat16()
+    streams = residual.clone(), residual.clone()
+    out = add_rms_norm(parts, streams[0], scale, 1e-5)
+    assert torch.equal(out, add_rms_norm((parts[0] + parts[1]).bfloat16(), streams[1], scale, 1e-5))
+    assert torch.equal(*streams)
+    graph = torch.cuda.CUDAGraph()
+    copied = torch.empty_like(x)
+    with torch.cuda.graph(graph):
+        copied.copy_(x)
+        again = add_rms_norm(linear_parts(copied, weight), residual, scale, 1e-5)
+    graph.replay()
+    assert torch.equal(again, out)
+    assert torch.equal(residual, streams[0])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -62,6 +62,50 @@ def test_a_last_group_may_have_fewer_tiles(gated: bool, monkeypatch: pytest.Monk
     assert torch.equal(out, (x[:, :1] ** (1 + gated)).expand(-1, 136))
 
 
+@pytest.mark.parametrize("features", [136, 128])
+def test_gates_of_long_sums_have_tiles_of_their_own(
+    features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program for each of two tiles of tokens and one or two of features, whose ups lie behind
+    all gates."""
+    from paceline.kernels import activated_linear as ours
+    from paceline.kernels._triton import activated_linear as kernel
+
+    tiles, launch = [], kernel.launch_activated_linear
+
+    def note(*args: object, tile: ours.ProductTile) -> None:
+        tiles.append(tile)
+        launch(*args, tile=tile)
+
+    monkeypatch.setattr(kernel, "launch_activated_linear", note)
+    monkeypatch.setattr(ours, "MOST_INNER", 64)
+    rng = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 128, generator=rng).half()
+    weight = (torch.randn(2 * features, 128, generator=rng) / 8).half()
+    out = activated_linear(x, weight, None, "silu", gated=True, by_triton=True)
+    gate, up = (x.double() @ weight.double().T).half().double().chunk(2, 1)
+    exact = F.silu(gate).half().double() * up
+    torch.testing.assert_close(out.double(), exact, rtol=2**-9, atol=2e-3)
+    assert tiles == [ours.LONG_TILE]
+
+
+def test_gates_of_a_full_decode_take_it_where_their_tiles_fill_turns() -> None:
+    def fits(tokens=256, inner=4096, features=14_336, sms=132, gated=True) -> bool:
+        with StandIn("cuda", sms, (9, 0)):
+            made = {"device": "meta", "dtype": torch.bfloat16}
+            weight = torch.empty(2 * features, inner, **made)
+            return fits_activated(torch.empty(tokens, inner, **made), weight, gated=gated)
+
+    assert fits()  # 224 tiles in two turns
+    assert not fits(tokens=255)
+    assert not fits(tokens=512)
+    assert not fits(gated=False)
+    assert not fits(features=9728)  # 152 tiles
+    assert fits(features=8192)  # 128 in one
+    assert not fits(sms=222)
+    assert fits(sms=224)
+
+
 def test_sums_and_activations_are_rounded_before_the_product() -> None:
     """A gate and an up that lie beside a number of float16, by 0.9 of what rounding takes: without
     any of the three roundings the product is another."""

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
 from paceline.core.model.lookback import Chunk, first_visible
+from paceline.kernels._triton import paged_decode as paged_decode_kernel
 from paceline.kernels._triton import paged_extend as kernels
 from paceline.kernels.paged_attention import (
     PagedCall,
@@ -239,6 +240,50 @@ def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_
     torch.testing.assert_close(lse[live], whole_lse[live], atol=1e-5, rtol=1e-5)
     if live.all():
         assert_matches(case, (out, lse))
+
+
+def test_many_programs_are_of_one_warp_each_and_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """52 of the interpreter's 4 processors: nobody has more than a share of 1.5 times as many, so
+    one of 200 keys among 25 of 20 has splits."""
+    lens = (20,) * 20 + (200,) + (20,) * 5
+    batch = BatchSpec(prefix_lens=tuple(n - 1 for n in lens), extend_lens=(1,) * len(lens))
+    shape = Shape(num_heads=4, num_kv_heads=2, head_dim=128, v_head_dim=128, dtype=torch.float16)
+    case = make_case(batch, shape, seed=20)
+    configs, make = [], paged_decode_kernel.decode_config
+
+    def note(*args: object, **kwargs: object) -> object:
+        configs.append(make(*args, **kwargs))
+        return configs[-1]
+
+    monkeypatch.setattr(paged_decode_kernel, "decode_config", note)
+    assert_matches(case, run_decode(case))
+    fewer = replace(batch, prefix_lens=batch.prefix_lens[:25], extend_lens=batch.extend_lens[:25])
+    case = make_case(fewer, shape, seed=20)
+    assert_matches(case, run_decode(case))
+    assert [(each.num_warps, each.block_keys, each.min_tiles) for each in configs] == [
+        (1, 16, 6),
+        (2, 32, 3),
+    ]
+    assert [decode_shares(n, 2, max_keys=1000, device=CPU) for n in (25, 26)] == [25, 39]
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype", "num_warps"),
+    [
+        (4, 128, torch.bfloat16, 1),
+        (16, 128, torch.float16, 1),
+        (17, 128, torch.bfloat16, 2),
+        (4, 64, torch.bfloat16, 2),
+        (4, 128, torch.float8_e4m3fn, 2),
+    ],
+)
+def test_one_warp_takes_what_was_measured(
+    group: int, dim: int, dtype: torch.dtype, num_warps: int
+) -> None:
+    config = paged_decode_kernel.decode_config(group, dim, dim, kv_dtype=dtype, is_many=True)
+    assert config.num_warps == num_warps
 
 
 def test_splits_by_length_go_by_the_keys_of_a_chunk() -> None:

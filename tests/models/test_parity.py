@@ -16,8 +16,10 @@ from paceline.core.model.config import GateOrder, ModelConfig, MoEConfig, QKNorm
 from paceline.core.model.lookback import Chunk, Lookback, most_visible
 from paceline.core.model.rope import RopeConfig, RopeKind
 from paceline.core.parallel import Parallel
+from paceline.layers.weights import dense
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
+from paceline.models.decoder import Hidden
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
 
@@ -74,6 +76,27 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
     assert ours.dtype == torch.float32
     error = (ours - theirs).abs().max() / theirs.abs().max()
     assert error < TOLERANCE, f"relative error {error:.2e}"
+
+
+def test_products_in_parts_give_the_same(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken wherever a norm stands behind, which adds them; of hidden states that are read, too."""
+    taken: list[Tensor] = []
+
+    def forward(*taps: str) -> Hidden:
+        ctx = FakeContext(pair.config, pair.ours.attention_sinks())
+        return pair.ours(pair.prompt, torch.arange(PROMPT_LEN), ctx, taps)
+
+    def take(x: Tensor, weight: Tensor) -> bool:
+        taken.append(weight)
+        return True
+
+    whole = forward(*pair.ours.decoder.tap_names)
+    monkeypatch.setattr(dense, "fits_parts", take)
+    assert_close(forward().hidden, whole.hidden)
+    if pair.config.model_type == "llama" and not pair.config.mlp_bias:
+        assert len(taken) == pair.config.num_layers
+    for name, tapped in forward(*whole.taps).taps.items():
+        assert_close(tapped, whole.taps[name])
 
 
 def test_prefill_logits_equal_transformers(pair: Pair) -> None:
