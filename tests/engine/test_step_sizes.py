@@ -88,6 +88,24 @@ def test_rows_of_one_token_have_nothing_to_leave() -> None:
     assert extends(loop.turn()) == {1: 1, 2: 1, 3: 1}
 
 
+def test_a_device_that_waits_begins_while_others_are_admitted() -> None:
+    """Of 40 prompts with 32 of them, or as many as have 1,024 tokens; once a step is in flight, all
+    join."""
+    room = {"max_running": 90, "max_batched_tokens": 8192, "chunked_prefill_size": 8192}
+    for length, first in ((40, 32), (30, 35), (20, 40)):
+        loop = Loop(**room, max_join_tokens=8192, num_pages=2000)
+        for index in range(40):
+            loop.add(f"{index}", length, max_tokens=4)
+        assert len(extends(loop.turn())) == first
+        for index in range(40):
+            loop.add(f"late {index}", length, max_tokens=4)
+        assert len(extends(loop.turn())) == 80  # the first decode
+        loop.run()
+        assert len(loop.requests) == 80
+        for name, request in loop.requests.items():
+            assert list(output_ids(request)) == loop.expected(name)
+
+
 @dataclass
 class Traffic:
     """The mix of requests at once: what steps held, what they were padded to, and when."""

@@ -15,6 +15,10 @@ from paceline.engine.step_plan import (
     page_deltas,
 )
 
+# With so many requests and tokens an idle device begins, while the host admits the others: of
+# requests that find long prompts in the cache it admits some six in a millisecond.
+START_REQUESTS, START_TOKENS = 32, 1024
+
 
 class Admissions:
     """Decides who joins; rows, pages and slots are those of the scheduler's owners."""
@@ -60,6 +64,8 @@ class Admissions:
             request = self._roster.waiting.first
             if request is None or plan.is_stalled or self._roster.num_draining:
                 return
+            if plan.is_awaited and self._may_start(plan):
+                return
             joined = plan.joined_tokens + request.num_known
             if plan.joined_tokens and joined > self._config.max_join_tokens:
                 return
@@ -87,6 +93,11 @@ class Admissions:
                 deltas += self._overlay_deltas(request)
             plan.joined_tokens = joined
             plan.add(request, request.kv_bound, self.chunk(plan, request), deltas)
+
+    def _may_start(self, plan: StepPlan) -> bool:
+        """Whether a step that a device waits for has enough to begin with."""
+        num_tokens = self._config.max_batched_tokens - plan.budget
+        return len(plan.rows) >= START_REQUESTS and num_tokens >= START_TOKENS
 
     def chunk(self, plan: StepPlan, request: Request) -> int:
         """Tokens of its prompt that a step computes; 0: it waits for a step with more room."""

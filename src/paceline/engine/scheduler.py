@@ -141,7 +141,9 @@ class Scheduler:
         """The next step, or None when nothing can run before earlier outputs are processed."""
         self._cache.offer_written()
         is_free = not self._roster.num_needy
-        plan = StepPlan(self._config.max_batched_tokens, is_free=is_free)
+        is_awaited = not (self._in_flight or self._config.whole_prompts)
+        budget = self._config.max_batched_tokens
+        plan = StepPlan(budget, is_free=is_free, is_awaited=is_awaited)
         if self._is_mixed:
             self._plan_decodes(plan)
             self._plan_prefills(plan)

@@ -160,6 +160,7 @@ class StepPlan:
 
     budget: int  # tokens
     is_free: bool = True  # no request has a grammar
+    is_awaited: bool = False  # the device has nothing to do before it
     rows: dict[Request, PlannedRow] = field(default_factory=dict)  # in the order of the step
     joined_tokens: int = 0  # known tokens of the requests admitted so far
     is_stalled: bool = False  # a running request waits for pages: admit nobody
