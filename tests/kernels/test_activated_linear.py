@@ -99,6 +99,7 @@ def test_gates_of_a_full_decode_take_it_where_their_tiles_fill_turns() -> None:
     assert fits()  # 224 tiles in two turns
     assert not fits(tokens=255)
     assert not fits(tokens=512)
+    assert not fits(inner=4160)
     assert not fits(gated=False)
     assert not fits(features=9728)  # 152 tiles
     assert fits(features=8192)  # 128 in one

@@ -24,6 +24,7 @@ MOST_INNER = 1024  # of the inner dimension: longer sums want other tiles, and g
 LONG_TOKENS = (
     256  # of longer sums with gates, which gain where tiles of both fill processors in turns
 )
+LONG_INNER = 4096  # of these at most
 _LEAST_FILL = 0.8  # of the turns' processors
 _MAJOR = 9  # of the compute capability where tiles were measured; others have less memory for them
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -77,7 +78,7 @@ def fits_activated(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
 
 def _fills_turns(x: Tensor, features: int) -> bool:
     """Whether long sums of gates are of as many tokens as gain, and leave few processors idle."""
-    if x.shape[0] != LONG_TOKENS:
+    if x.shape[0] != LONG_TOKENS or x.shape[1] > LONG_INNER:
         return False
     tiles = LONG_TOKENS // LONG_TILE.tokens * -(-features // LONG_TILE.features)
     processors = multiprocessors(x.device)
