@@ -37,7 +37,7 @@ from paceline.kernels.paged_attention import (
     paged_extend,
     split_workspace,
 )
-from paceline.kernels.paged_attention.splits import decode_shares, decode_slots
+from paceline.kernels.paged_attention.splits import decode_shares, decode_slots, takes_one_warp
 
 SHAPES = {
     "mha-64-page1": Shape(num_kv_heads=2, page_size=1),
@@ -245,45 +245,47 @@ def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_
 def test_many_programs_are_of_one_warp_each_and_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """52 of the interpreter's 4 processors: nobody has more than a share of 1.5 times as many, so
-    one of 200 keys among 25 of 20 has splits."""
+    """52 of the interpreter's 4 processors.  Nobody has more than a share, of one and a half for
+    each request, so one of 200 keys among 25 of 20 has splits."""
     lens = (20,) * 20 + (200,) + (20,) * 5
     batch = BatchSpec(prefix_lens=tuple(n - 1 for n in lens), extend_lens=(1,) * len(lens))
     shape = Shape(num_heads=4, num_kv_heads=2, head_dim=128, v_head_dim=128, dtype=torch.float16)
-    case = make_case(batch, shape, seed=20)
-    configs, make = [], paged_decode_kernel.decode_config
-
-    def note(*args: object, **kwargs: object) -> object:
-        configs.append(make(*args, **kwargs))
-        return configs[-1]
-
-    monkeypatch.setattr(paged_decode_kernel, "decode_config", note)
-    assert_matches(case, run_decode(case))
     fewer = replace(batch, prefix_lens=batch.prefix_lens[:25], extend_lens=batch.extend_lens[:25])
-    case = make_case(fewer, shape, seed=20)
-    assert_matches(case, run_decode(case))
-    assert [(each.num_warps, each.block_keys, each.min_tiles) for each in configs] == [
-        (1, 16, 6),
-        (2, 32, 3),
-    ]
-    assert [decode_shares(n, 2, max_keys=1000, device=CPU) for n in (25, 26)] == [25, 39]
+    warps: list[tuple[int, int]] = []
+    start = paged_decode_kernel.launch
+
+    def note(kernel: object, *args: object, **options: Any) -> None:
+        warps.append((options["num_warps"], options["BLOCK_KEYS"]))
+        start(kernel, *args, **options)
+
+    monkeypatch.setattr(paged_decode_kernel, "launch", note)
+    for each in (batch, fewer):
+        case = make_case(each, shape, seed=20)
+        assert_matches(case, run_decode(case))
+    assert warps == [(1, 16), (2, 32)]
 
 
-@pytest.mark.parametrize(
-    ("group", "dim", "dtype", "num_warps"),
-    [
-        (4, 128, torch.bfloat16, 1),
-        (16, 128, torch.float16, 1),
-        (17, 128, torch.bfloat16, 2),
-        (4, 64, torch.bfloat16, 2),
-        (4, 128, torch.float8_e4m3fn, 2),
-    ],
-)
-def test_one_warp_takes_what_was_measured(
-    group: int, dim: int, dtype: torch.dtype, num_warps: int
-) -> None:
-    config = paged_decode_kernel.decode_config(group, dim, dim, kv_dtype=dtype, is_many=True)
-    assert config.num_warps == num_warps
+def test_shares_of_programs_of_one_warp_are_half_as_many_again() -> None:
+    asked = {"max_keys": 1000, "device": CPU}
+    assert decode_shares(26, 2, **asked) == 26
+    assert decode_shares(26, 2, **asked, in_one_warp=True) == 39
+
+
+def test_heads_that_were_measured_are_attended_to_by_one_warp() -> None:
+    def takes(reqs=26, heads=4, kv_heads=2, dim=128, v_dim=128, dtype=torch.half, kv=None) -> bool:
+        q = torch.empty(reqs, heads, dim, dtype=dtype)
+        caches = [torch.empty(1, 16, kv_heads, each, dtype=kv or dtype) for each in (dim, v_dim)]
+        return takes_one_warp(q, *caches)
+
+    assert takes()
+    assert takes(dtype=torch.bfloat16)
+    assert takes(heads=32)
+    assert not takes(reqs=25)
+    assert not takes(heads=34)  # groups of 17
+    assert not takes(dim=64, v_dim=64)
+    assert not takes(v_dim=64)
+    assert not takes(kv=torch.float8_e4m3fn)
+    assert not takes(dtype=torch.float32)
 
 
 def test_splits_by_length_go_by_the_keys_of_a_chunk() -> None:

@@ -21,10 +21,8 @@ from paceline.kernels.stand_in import capability, device_type, multiprocessors
 
 LEAST_TOKENS = 2048  # below, tiles are too few to fill a GPU
 MOST_INNER = 1024  # of the inner dimension: longer sums want other tiles, and gain less
-LONG_TOKENS = (
-    256  # of longer sums with gates, which gain where tiles of both fill processors in turns
-)
-LONG_INNER = 4096  # of these at most
+# Of longer sums of gates: so many tokens gain where tiles of both parts fill processors in turns.
+LONG_TOKENS, LONG_INNER = 256, 4096
 _LEAST_FILL = 0.8  # of the turns' processors
 _MAJOR = 9  # of the compute capability where tiles were measured; others have less memory for them
 _DTYPES = (torch.bfloat16, torch.float16)

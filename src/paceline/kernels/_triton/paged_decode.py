@@ -47,7 +47,7 @@ from paceline.kernels._triton.split_merge import (
 )
 from paceline.kernels.paged_attention.call import PagedCall
 from paceline.kernels.paged_attention.shared_prefix import CHUNK_KEYS
-from paceline.kernels.paged_attention.splits import SplitWorkspace, has_many_programs
+from paceline.kernels.paged_attention.splits import SplitWorkspace, takes_one_warp
 
 
 @triton.jit
@@ -318,19 +318,18 @@ def _decode_kernel(
         )  # fmt: skip
 
 
+# Of more programs than fit at once: more of them do, each with half the keys on their way.
+ONE_WARP = SplitConfig(block_rows=16, block_keys=16, num_warps=1, num_stages=3, min_tiles=6)
+
+
 def decode_config(
-    group: int, head_dim: int, v_head_dim: int, *, kv_dtype: torch.dtype, is_many: bool = False
+    group: int, head_dim: int, v_head_dim: int, *, kv_dtype: torch.dtype
 ) -> SplitConfig:
     """Static tile table of paged_decode: memory-bound, so small tiles, two in flight, and many
-    programs of two warps.  is_many: more than fit at once, of one warp each where tiles are of 32
-    keys of 8 KiB."""
-    rows = 16 if group <= 16 else 32
-    keys = max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) // 2)
-    if is_many and (rows, keys, kv_dtype.itemsize) == (16, 32, 2):
-        return SplitConfig(block_rows=rows, block_keys=16, num_warps=1, num_stages=3, min_tiles=6)
+    programs of two warps."""
     return SplitConfig(
-        block_rows=rows,
-        block_keys=keys,
+        block_rows=16 if group <= 16 else 32,
+        block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) // 2),
         num_warps=2,
         num_stages=3,
         min_tiles=3,
@@ -360,8 +359,9 @@ def launch_paged_decode(
     _, page_size, kv_heads, v_head_dim = cache.v.shape
     group = heads // kv_heads
     if config is None:
-        is_many = has_many_programs(num_reqs, kv_heads, q.device)
-        config = decode_config(group, head_dim, v_head_dim, kv_dtype=cache.k.dtype, is_many=is_many)
+        config = decode_config(group, head_dim, v_head_dim, kv_dtype=cache.k.dtype)
+        if takes_one_warp(q, cache.k, cache.v):
+            config = ONE_WARP
     head_tiles = cdiv(group, config.block_rows)
     merge_rows = min(config.block_rows, next_power_of_2(group))
     launch(

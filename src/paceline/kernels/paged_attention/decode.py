@@ -22,6 +22,7 @@ from paceline.kernels.paged_attention.splits import (
     decode_splits,
     most_keys,
     shared_chunks,
+    takes_one_warp,
 )
 
 
@@ -58,7 +59,10 @@ def paged_decode(
         )
     kv_heads = cache.k.shape[2]
     splits = decode_splits(num_reqs, kv_heads, max_keys=max_keys, device=q.device)
-    shares = decode_shares(num_reqs, kv_heads, max_keys=max_keys, device=q.device)
+    in_one_warp = takes_one_warp(q, cache.k, cache.v)
+    shares = decode_shares(
+        num_reqs, kv_heads, max_keys=max_keys, in_one_warp=in_one_warp, device=q.device
+    )
     partials = num_reqs * splits
     if shares is not None:
         partials = splits = decode_slots(num_reqs, shares)

@@ -21,7 +21,8 @@ _MAX_SPLITS = 64
 _MANY_SPLITS = 16  # so many hide the latency of memory with two programs to a multiprocessor
 _WORTHWHILE_SPLITS = 3  # fewer cost their merge
 _MOST_BY_LENGTH = 4  # splits for each request: where there are more, a program knows its first tile
-_MANY_PROGRAMS_PER_SM = 13  # so many of a decode are of one warp each, which more fit beside
+_MANY_PROGRAMS_PER_SM = 13  # of a decode: many more than fit at once
+_ONE_WARP_GROUP, _ONE_WARP_DIM, _ONE_WARP_BYTES = 16, 128, 2  # heads that one warp attends to
 _MAX_CHUNKS = 8  # of a shared prefix
 _MIN_KEYS = 64  # of a split: fewer are not worth a merge
 FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: tiles as small as a decode's
@@ -62,32 +63,47 @@ def _decode_splits(programs: int, num_sms: int) -> int:
 
 
 def decode_shares(
-    num_reqs: int, num_kv_heads: int, *, max_keys: int, device: torch.device
+    num_reqs: int,
+    num_kv_heads: int,
+    *,
+    max_keys: int,
+    in_one_warp: bool = False,
+    device: torch.device,
 ) -> int | None:
     """Of how many equal shares of all keys nobody's split is to have more than one and a half.
 
     None where requests are so few that each has splits.  Otherwise at least one for each request,
-    and as many as let every multiprocessor hold four programs.
+    and as many as let every multiprocessor hold four programs; half as many again of one warp each,
+    which take longer for their keys.
     """
     splits = decode_splits(num_reqs, num_kv_heads, device=device)
     if splits > _MOST_BY_LENGTH or num_reqs == 0 or _worthwhile(max_keys) == 1:
         return None
-    return _shares_of_keys(num_reqs, num_kv_heads, multiprocessors(device))
+    return (
+        3 * num_reqs // 2
+        if in_one_warp
+        else _usual_shares(num_reqs, num_kv_heads, multiprocessors(device))
+    )
 
 
-def _shares_of_keys(num_reqs: int, num_kv_heads: int, num_sms: int) -> int:
-    if _has_many(num_reqs * num_kv_heads, num_sms):
-        return 3 * num_reqs // 2  # those of one warp take twice as long for their keys
+def _usual_shares(num_reqs: int, num_kv_heads: int, num_sms: int) -> int:
     return max(num_reqs, _MOST_PROGRAMS_PER_SM * num_sms // num_kv_heads)
 
 
-def has_many_programs(num_reqs: int, num_kv_heads: int, device: torch.device) -> bool:
-    """Whether a decode has so many that each is to be small."""
-    return _has_many(num_reqs * num_kv_heads, multiprocessors(device))
+def takes_one_warp(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether programs of a decode are of one warp each: many, of the heads that were measured.
 
-
-def _has_many(programs: int, num_sms: int) -> bool:
-    return programs >= _MANY_PROGRAMS_PER_SM * num_sms
+    q: [reqs, heads, head_dim]; k_cache, v_cache: [pages, page_size, kv_heads, their head_dim].
+    """
+    num_reqs, num_heads, _ = q.shape
+    kv_heads = k_cache.shape[2]
+    return (
+        num_reqs * kv_heads >= _MANY_PROGRAMS_PER_SM * multiprocessors(q.device)
+        and num_heads // kv_heads <= _ONE_WARP_GROUP
+        and k_cache.shape[3] == v_cache.shape[3] == _ONE_WARP_DIM
+        and k_cache.dtype == v_cache.dtype == q.dtype
+        and q.dtype.itemsize == _ONE_WARP_BYTES
+    )
 
 
 def decode_slots(num_reqs: int, shares: int) -> int:
@@ -219,7 +235,9 @@ def _rows(
         num_reqs * _decode_splits(num_reqs * num_kv_heads, num_sms)
         for num_reqs in range(1, max_reqs + 1)
     )
-    slots = decode_slots(max_reqs, _shares_of_keys(max_reqs, num_kv_heads, num_sms))
+    usual = _usual_shares(max_reqs, num_kv_heads, num_sms)
+    is_many = max_reqs * num_kv_heads >= _MANY_PROGRAMS_PER_SM * num_sms
+    slots = decode_slots(max_reqs, max(usual, 3 * max_reqs // 2) if is_many else usual)
     if shares_prefixes:
         slots += max(
             num_reqs * _shared_chunks(num_reqs, num_heads, num_kv_heads, num_sms)
