@@ -245,12 +245,13 @@ def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_
 def test_many_programs_are_of_one_warp_each_and_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """52 of the interpreter's 4 processors.  Nobody has more than a share, of one and a half for
-    each request, so one of 200 keys among 25 of 20 has splits."""
-    lens = (20,) * 20 + (200,) + (20,) * 5
+    """17 requests of 2 heads, which count as 32: at least 52 for the interpreter's 4 processors.
+    Nobody has more than a share, of one and a half for each request, so one of 200 keys among 16 of
+    20 has splits."""
+    lens = (20,) * 13 + (200,) + (20,) * 3
     batch = BatchSpec(prefix_lens=tuple(n - 1 for n in lens), extend_lens=(1,) * len(lens))
     shape = Shape(num_heads=4, num_kv_heads=2, head_dim=128, v_head_dim=128, dtype=torch.float16)
-    fewer = replace(batch, prefix_lens=batch.prefix_lens[:25], extend_lens=batch.extend_lens[:25])
+    fewer = replace(batch, prefix_lens=batch.prefix_lens[:16], extend_lens=batch.extend_lens[:16])
     warps: list[tuple[int, int]] = []
     start = paged_decode_kernel.launch
 
@@ -272,7 +273,7 @@ def test_shares_of_programs_of_one_warp_are_half_as_many_again() -> None:
 
 
 def test_heads_that_were_measured_are_attended_to_by_one_warp() -> None:
-    def takes(reqs=26, heads=4, kv_heads=2, dim=128, v_dim=128, dtype=torch.half, kv=None) -> bool:
+    def takes(reqs=17, heads=4, kv_heads=2, dim=128, v_dim=128, dtype=torch.half, kv=None) -> bool:
         q = torch.empty(reqs, heads, dim, dtype=dtype)
         caches = [torch.empty(1, 16, kv_heads, each, dtype=kv or dtype) for each in (dim, v_dim)]
         return takes_one_warp(q, *caches)
@@ -280,7 +281,8 @@ def test_heads_that_were_measured_are_attended_to_by_one_warp() -> None:
     assert takes()
     assert takes(dtype=torch.bfloat16)
     assert takes(heads=32)
-    assert not takes(reqs=25)
+    assert not takes(reqs=16)
+    assert takes(reqs=16, kv_heads=4)
     assert not takes(heads=34)  # groups of 17
     assert not takes(dim=64, v_dim=64)
     assert not takes(v_dim=64)

@@ -21,7 +21,7 @@ _MAX_SPLITS = 64
 _MANY_SPLITS = 16  # so many hide the latency of memory with two programs to a multiprocessor
 _WORTHWHILE_SPLITS = 3  # fewer cost their merge
 _MOST_BY_LENGTH = 4  # splits for each request: where there are more, a program knows its first tile
-_MANY_PROGRAMS_PER_SM = 13  # of a decode: many more than fit at once
+_MANY_PROGRAMS_PER_SM = 13  # of a decode of a power of two: many more than fit at once
 _ONE_WARP_GROUP, _ONE_WARP_DIM, _ONE_WARP_BYTES = 16, 128, 2  # heads that one warp attends to
 _MAX_CHUNKS = 8  # of a shared prefix
 _MIN_KEYS = 64  # of a split: fewer are not worth a merge
@@ -92,18 +92,25 @@ def _usual_shares(num_reqs: int, num_kv_heads: int, num_sms: int) -> int:
 
 def takes_one_warp(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether programs of a decode are of one warp each: many, of the heads that were measured.
+    The same for all numbers of requests up to the next power of two, so that kernels are compiled
+    ahead.
 
     q: [reqs, heads, head_dim]; k_cache, v_cache: [pages, page_size, kv_heads, their head_dim].
     """
     num_reqs, num_heads, _ = q.shape
     kv_heads = k_cache.shape[2]
     return (
-        num_reqs * kv_heads >= _MANY_PROGRAMS_PER_SM * multiprocessors(q.device)
+        _has_many(num_reqs, kv_heads, multiprocessors(q.device))
         and num_heads // kv_heads <= _ONE_WARP_GROUP
         and k_cache.shape[3] == v_cache.shape[3] == _ONE_WARP_DIM
         and k_cache.dtype == v_cache.dtype == q.dtype
         and q.dtype.itemsize == _ONE_WARP_BYTES
     )
+
+
+def _has_many(num_reqs: int, num_kv_heads: int, num_sms: int) -> bool:
+    most = 1 << max(num_reqs - 1, 0).bit_length()
+    return most * num_kv_heads >= _MANY_PROGRAMS_PER_SM * num_sms
 
 
 def decode_slots(num_reqs: int, shares: int) -> int:
@@ -236,7 +243,7 @@ def _rows(
         for num_reqs in range(1, max_reqs + 1)
     )
     usual = _usual_shares(max_reqs, num_kv_heads, num_sms)
-    is_many = max_reqs * num_kv_heads >= _MANY_PROGRAMS_PER_SM * num_sms
+    is_many = _has_many(max_reqs, num_kv_heads, num_sms)
     slots = decode_slots(max_reqs, max(usual, 3 * max_reqs // 2) if is_many else usual)
     if shares_prefixes:
         slots += max(
