@@ -256,6 +256,7 @@ def test_every_extra_is_imported_somewhere():
         "langchain-openai": "langchain_openai",
         "lm-eval": "lm_eval",
         "flashinfer-python": "flashinfer",
+        "sglang-kernel": "sgl_kernel.flash_mla",
         "opentelemetry-sdk": "opentelemetry.sdk",
         "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
     }

@@ -331,7 +331,7 @@ def test_buffers_without_flashmla_name_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "path", [])
     text = (
         "attention backend flashmla must be an importable sgl_kernel.flash_mla, got "
-        "ModuleNotFoundError: .*; pip install sglang-kernel, or choose another"
+        "ModuleNotFoundError: .*; pip install 'paceline\\[fa3\\]', or choose another"
     )
     with pytest.raises(ConfigError, match=text):
         FlashMLABackend().make_buffers(LIMITS)

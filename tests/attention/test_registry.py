@@ -80,7 +80,7 @@ def test_auto_says_why_and_what_it_passed_over() -> None:
 
 def test_auto_on_a_gpu_chooses_triton() -> None:
     choice = choose(ON_H200)
-    order = "triton, flashinfer, fa4, flashinfer_mla, flashmla"
+    order = "triton, flashinfer, fa4, fa3, flashinfer_mla, flashmla"
     why = f"first of {order} that can run on cuda"
     assert (choice.name, choice.why) == ("triton", why)
     assert set(choice.rejected) == set(BACKENDS) - {"triton"}

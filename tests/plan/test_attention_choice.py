@@ -73,8 +73,8 @@ def test_each_phase_takes_its_fastest_and_the_engine_runs_the_pair(
     assert choice.name == "fa4+triton"
     assert choice.why == (
         "prefill: fastest of fa4, triton for prefill on NVIDIA H200 (measured: 100 us against "
-        "200); flashinfer not measured; decode: fastest of triton, fa4 for decode on NVIDIA H200 "
-        "(measured: 30.0 us against 31.0); flashinfer not measured"
+        "200); flashinfer, fa3 not measured; decode: fastest of triton, fa4 for decode on NVIDIA "
+        "H200 (measured: 30.0 us against 31.0); flashinfer, fa3 not measured"
     )
     assert load_backend(choice.name).name == "fa4+triton"
     assert set(choice.rejected) == set(BACKENDS) - {"fa4", "triton"}
@@ -118,6 +118,18 @@ def test_a_library_that_is_not_installed_is_not_chosen_but_may_be_asked_for(
     assert one_backend(found).name == "triton"
     assert found[0].rejected["fa4"] == ["no-such-package must be installed, got no such package"]
     assert one_backend(phases(attention_backend="fa4")).name == "fa4"
+
+
+def test_a_hopper_gpu_takes_flash_attention_3_for_prompts_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for installed, taken in (({"sglang-kernel"}, "fa3+triton"), (set(), "triton")):
+        monkeypatch.setattr(
+            registry, "installed_version", lambda name, has=installed: name in has or None
+        )
+        found = phases()
+        assert one_backend(found).name == taken
+    assert found[0].rejected["fa3"] == ["sglang-kernel must be installed, got no such package"]
 
 
 def test_an_explicit_backend_is_honoured_against_the_measurements(

@@ -39,13 +39,14 @@ BACKENDS: dict[str, str] = {
 # run on no GPU of theirs.
 AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("torch",),
-    "cuda": ("triton", "flashinfer", "fa4", "flashinfer_mla", "flashmla"),
+    "cuda": ("triton", "flashinfer", "fa4", "fa3", "flashinfer_mla", "flashmla"),
 }
 # The packages without which auto passes a backend over, also when it plans for another machine: a
 # library's own, and those that it imports and that may be missing beside it (`pip --no-deps`).
 AUTO_PACKAGES: dict[str, tuple[str, ...]] = {
     "flashinfer": ("flashinfer-python",),
     "fa4": ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels"),
+    "fa3": ("sglang-kernel",),  # a build of one's own is taken by name
     "flashinfer_mla": ("flashinfer-python",),
     "flashmla": ("sglang-kernel",),
 }

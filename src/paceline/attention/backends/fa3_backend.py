@@ -100,7 +100,7 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
             "attention backend fa3",
             expected=f"an importable {' or '.join(MODULES)}",
             got="; ".join(failures),
-            remedy="build flash-attention's hopper folder, or choose another --attention-backend",
+            remedy="pip install 'paceline[fa3]', or choose another --attention-backend",
         )
 
     def attend(

@@ -208,6 +208,6 @@ def _import_library() -> FlashMLALibrary:
     (library,) = import_modules(
         "attention backend flashmla",
         MODULE,
-        remedy="pip install sglang-kernel, or choose another --attention-backend",
+        remedy="pip install 'paceline[fa3]', or choose another --attention-backend",
     )
     return cast(FlashMLALibrary, library)

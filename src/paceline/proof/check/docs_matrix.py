@@ -27,7 +27,7 @@ MORE = {  # runs of some cells
         *("h200-check-triton-latents.json", "h200-check-fa3-latents.json"),
         *("h200-check-expanded-latents.json", "h200-check-chunks.json"),
         *("h200-check-whole-page-chunks.json", "h200-check-chunks-flashinfer.json"),
-        "h200-check-chunks-fa4.json",
+        *("h200-check-chunks-fa4.json", "h200-check-fa3.json"),
     ),
     "CPU": (
         *("check-cpu-blackwell-latents.json", "check-cpu-trtllm-mha.json"),

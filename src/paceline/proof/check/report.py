@@ -17,7 +17,7 @@ from paceline.plan.machine import installed, versions
 from paceline.proof.check.cell import CellResult, Status
 from paceline.proof.suite.states import STATE_METHODS
 
-VENDORS = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn")
+VENDORS = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn", "sglang-kernel")
 ORDER = (
     Status.FAILING,
     Status.TIMED_OUT,
