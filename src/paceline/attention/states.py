@@ -29,6 +29,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.model.config import RowPart
 from paceline.core.modes import MaskKind
+from paceline.kernels.gated_norm import Gate, GatedRows
 from paceline.kernels.step_view import GroupView, StepView
 
 
@@ -153,6 +154,13 @@ class StateBackend(ABC, Generic[Buffers, Plan, Inputs]):
     def extend(self, inputs: Inputs, layer: StateLayer, plan: Plan) -> Tensor:
         """One layer over the step's rows, each of which sees its request's state behind the prefix
         and, in the order of their tokens or along their branch, the step's rows up to itself."""
+
+    def extend_gated(
+        self, inputs: Inputs, gate: Gate, layer: StateLayer, plan: Plan
+    ) -> GatedRows | None:
+        """As `extend`, and what a gate makes of it, of backends whose kernels make both at once;
+        None: nothing was done, and whoever asks extends and gates."""
+        return None
 
     @abstractmethod
     def commit(

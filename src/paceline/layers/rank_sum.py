@@ -4,7 +4,8 @@ rows of which each holds a part.
 One process computes the whole, and has no RankSum: it runs no operation of it, and asks nothing.
 
 A layer whose norms add up what its blocks return leaves the sum to them (`leave_sums`): then a
-block returns an `Unsummed`, and `RMSNorm.add` sums, adds and normalises in one operation.
+block returns an `Unsummed`, and `RMSNorm.add` sums, adds and normalises in one operation.  So it
+does with an `Unscaled`.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
 from paceline.kernels.all_reduce import Exchange, all_reduce
+from paceline.kernels.rms_norm import RowScale
 from paceline.layers.weights.parameter import Placement
 
 
@@ -23,6 +25,16 @@ class Unsummed(NamedTuple):
 
     part: Tensor  # [tokens, hidden]  this rank's
     exchange: Exchange
+
+
+class Unscaled(NamedTuple):
+    """A product of rows whose norm's scale is still to be applied."""
+
+    rows: Tensor  # [tokens, hidden]
+    scale: RowScale
+
+
+Delta = Tensor | Unsummed | Unscaled  # what a block adds to the stream
 
 
 class RankSum(nn.Module):
@@ -40,16 +52,21 @@ class RankSum(nn.Module):
         return unsummed if self.is_left else total(unsummed)
 
 
-def total(x: Tensor | Unsummed) -> Tensor:
+def total(x: Delta) -> Tensor:
     """The sum itself; what is one already stays as it is."""
+    if isinstance(x, Unscaled):
+        return (x.rows.float() * x.scale.factors()).to(x.rows.dtype)
     return all_reduce(x.part, x.exchange) if isinstance(x, Unsummed) else x
 
 
-def rows_of(x: Tensor | Unsummed, rows: Tensor) -> Tensor | Unsummed:
+def rows_of(x: Delta, rows: Tensor) -> Delta:
     """Rows [rows] int64 of x [tokens, hidden], in a new tensor; of a sum that is still to be made,
     of each rank's part."""
     if isinstance(x, Unsummed):
         return x._replace(part=x.part.index_select(0, rows))
+    if isinstance(x, Unscaled):
+        squares = x.scale.squares.index_select(0, rows)
+        return Unscaled(x.rows.index_select(0, rows), x.scale._replace(squares=squares))
     return x.index_select(0, rows)
 
 

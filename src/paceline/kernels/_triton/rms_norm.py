@@ -6,6 +6,7 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
+from paceline.kernels.rms_norm import RowScale
 
 
 @triton.jit
@@ -31,6 +32,7 @@ def _rms_norm_kernel(
     x_ptr,  # [tokens, heads, dim]
     residual_ptr,  # [tokens, heads, dim] or unused
     weight_ptr,  # [dim]
+    squares_ptr,  # [tokens, SQUARES] float32, of one head, or None
     out_ptr,  # [tokens, heads, dim], may be x
     stride_x_token,
     stride_x_head,
@@ -41,12 +43,16 @@ def _rms_norm_kernel(
     num_rows,
     heads,
     eps,
+    size,  # numbers whose squares those are
+    scale_eps,
     DIM: tl.constexpr,
     ADD: tl.constexpr,
+    SQUARES: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    BLOCK_SQUARES: tl.constexpr,
     IS_ONE: tl.constexpr,  # program
     OVERLAPPED: tl.constexpr,
 ):
@@ -70,7 +76,14 @@ def _rms_norm_kernel(
         residual_offset = token * stride_residual_token + head * stride_residual_head
         residual_ptrs = residual_ptr + residual_offset[:, None] + cols[None, :]
         residual = tl.load(residual_ptrs, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        added = x.to(tl.float32)
+        if squares_ptr is not None:
+            parts = tl.arange(0, BLOCK_SQUARES)[None, :]
+            is_part = (rows < num_rows)[:, None] & (parts < SQUARES)
+            squares_ptrs = squares_ptr + rows[:, None] * SQUARES + parts
+            squares = tl.sum(tl.load(squares_ptrs, mask=is_part, other=0.0), axis=1)
+            added *= (1.0 / tl.sqrt(squares / size + scale_eps))[:, None]
+        x = (added + residual.to(tl.float32)).to(x.dtype)
         tl.store(residual_ptrs, x, mask=mask)
     row = x.to(tl.float32)
     mean_square = tl.sum(row * row, axis=1) / DIM
@@ -89,6 +102,7 @@ def launch_rms_norm(
     unit_offset: bool,
     wide: bool,
     out: Tensor,
+    scale: RowScale | None = None,
 ) -> None:
     """One program per block of rows; arguments as checked by kernels/rms_norm.py."""
     dim = x.shape[-1]
@@ -99,12 +113,15 @@ def launch_rms_norm(
     block_dim = next_power_of_2(dim)
     block_rows = max(1, 1024 // block_dim)
     added = x if residual is None else residual
+    squares, size, scale_eps = scale or (None, 1, 0.0)
+    num_squares = 1 if squares is None else squares.shape[1]
     launch(
         _rms_norm_kernel,
         (cdiv(num_rows, block_rows),),
         x,
         added,
         weight,
+        squares,
         out,
         x.stride(0),
         x.stride(1) if x.dim() == 3 else 0,
@@ -115,12 +132,16 @@ def launch_rms_norm(
         num_rows,
         heads,
         eps,
+        size,
+        scale_eps,
         DIM=dim,
         ADD=residual is not None,
+        SQUARES=num_squares,
         UNIT_OFFSET=unit_offset,
         WIDE=wide,
         BLOCK_ROWS=block_rows,
         BLOCK_DIM=block_dim,
+        BLOCK_SQUARES=next_power_of_2(num_squares),
         IS_ONE=num_rows <= block_rows,
         num_warps=min(max(block_rows * block_dim // 512, 1), 16),
         **overlap_options(x.device, _rms_norm_kernel),
