@@ -115,12 +115,12 @@ def test_rows_of_some_lengths_pass_through_rings(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("rows", "inner", "size", "is_ringed"),
     [
-        (6144, 2560, 232_448, True),
-        (6143, 2560, 232_448, False),
-        (6144, 2560, 204_800, False),  # two programs of a processor fill as much
-        (6144, 2048, 232_448, False),
-        (6144, 3072, 232_448, False),
-        (6144, 2304, 232_448, False),  # 9 chunks of 256
+        (10_240, 2560, 232_448, True),
+        (10_239, 2560, 232_448, False),
+        (10_240, 2560, 204_800, False),  # two programs of a processor fill as much
+        (10_240, 2048, 232_448, False),
+        (10_240, 3072, 232_448, False),
+        (10_240, 2304, 232_448, False),  # 9 chunks of 256
     ],
 )
 def test_rings_fit_a_processor(
