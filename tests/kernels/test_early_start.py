@@ -243,7 +243,7 @@ def test_what_stands_before_states_waits_before_it_lets_who_reads_them_start() -
 
 
 def test_torch_looks_embeddings_up_and_overtakes_nothing() -> None:
-    """What the `state_step` of a model's first layer rests on, see launch.py."""
+    """What every `state_step` rests on, see launch.py."""
     source = ast.parse(textwrap.dedent(inspect.getsource(DenseTable.apply)))
     calls = {called(node) for node in ast.walk(source) if isinstance(node, ast.Call)}
     assert calls == {"index_select"}

@@ -1,8 +1,9 @@
 """The contract of layers with a state per request (docs/architecture.md, "The state contract").
 
 A state backend is to a recurrent layer what an attention backend is to attention: `capabilities`
-and four methods.  It states nothing about padding, keeps nothing between calls but in its buffers
-and in the slots of its layers, and reads no device value on the host.
+and four methods, beside which `extend_gated` may stand.  It states nothing about padding, keeps
+nothing between calls but in its buffers and in the slots of its layers, and reads no device value
+on the host.
 
     plan     what all layers of a step share
     extend   one layer over the step's rows: it writes the requests' slots; of a round it keeps what

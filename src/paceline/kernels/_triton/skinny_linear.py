@@ -47,9 +47,9 @@ _MOST_CHUNKS = 7  # of a row
 # each has in registers, stages of its ring, numbers of a row.  The fastest on an H200 of 2 to 8
 # programs, 0 to 8 rows and 3 to 6 stages, for rows of 5,120.
 _HOLDERS, _HELD, _HELD_STAGES, _HELD_COLS = 4, 3, 4, (4096, 5120)
-# Of one token and a weight too large for that: rings of a processor, rows of a round, stages, warps,
-# numbers of a row, rows from which on it gains.  The fastest on an H200 of 1 to 8 rings, 2 to 8 rows
-# and 3 to 11 stages, for rows of 2,560.
+# Of one token and a weight too large for that: rings of a processor, rows of a round, stages,
+# warps, numbers of a row, rows from which on it gains.  The fastest on an H200 of 1 to 8 rings, 2
+# to 8 rows, 3 to 11 stages and 4 or 8 warps, for 10,576 rows of 2,560.
 _RINGS, _RING_ROWS, _RING_STAGES, _RING_WARPS = 2, 4, 6, 4
 _RING_COLS, _RING_LEAST = (2048, 2560), 10_240
 
