@@ -111,14 +111,16 @@ def test_residual_is_summed_in_the_model_dtype(dtype: torch.dtype) -> None:
     assert_within_ulps(interpreted, total, 1)
 
 
-@pytest.mark.parametrize("dim", [200, 2000])  # of 200 a program has several rows
+# Rows of 200 numbers, several of a program, with fewer sums and with more; one row of a program.
+@pytest.mark.parametrize(("dim", "spare"), [(200, 0), (200, 250), (2000, 0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_are_added_may_have_a_scale(dtype: torch.dtype, dim: int) -> None:
+def test_rows_that_are_added_may_have_a_scale(dtype: torch.dtype, dim: int, spare: int) -> None:
     """That of rows of 50 numbers, of which a product made them."""
     x, weight = operands(dtype, dim)
     residual, given = x.flip(0), x.clone()
     rows = torch.randn(9, 50, generator=torch.Generator().manual_seed(1)) * 4.0
-    scale = RowScale(rows.square().view(9, 5, 10).sum(2), 50, 0.5)
+    squares = torch.nn.functional.pad(rows.square(), (spare, 0))
+    scale = RowScale(squares, 50, 0.5)
     factors = torch.rsqrt(rows.double().square().mean(1, keepdim=True) + 0.5)
     wanted, total = add_rms_norm_reference(x, residual, weight, EPS, scale=scale)
     assert_within_ulps(total, (residual.double() + x.double() * factors).to(dtype), 1)

@@ -52,7 +52,6 @@ def _rms_norm_kernel(
     WIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    BLOCK_SQUARES: tl.constexpr,
     IS_ONE: tl.constexpr,  # program
     OVERLAPPED: tl.constexpr,
 ):
@@ -78,9 +77,9 @@ def _rms_norm_kernel(
         residual = tl.load(residual_ptrs, mask=mask, other=0.0)
         added = x.to(tl.float32)
         if squares_ptr is not None:
-            parts = tl.arange(0, BLOCK_SQUARES)[None, :]
-            is_part = (rows < num_rows)[:, None] & (parts < SQUARES)
-            squares_ptrs = squares_ptr + rows[:, None] * SQUARES + parts
+            # In a tile like that of x, so that the sums are where its rows are.
+            is_part = (rows < num_rows)[:, None] & (cols < SQUARES)[None, :]
+            squares_ptrs = squares_ptr + (rows * SQUARES)[:, None] + cols[None, :]
             squares = tl.sum(tl.load(squares_ptrs, mask=is_part, other=0.0), axis=1)
             added *= (1.0 / tl.sqrt(squares / size + scale_eps))[:, None]
         x = (added + residual.to(tl.float32)).to(x.dtype)
@@ -110,11 +109,11 @@ def launch_rms_norm(
     num_rows = x.shape[0] * heads
     if num_rows == 0:
         return
-    block_dim = next_power_of_2(dim)
+    squares, size, scale_eps = scale or (None, 1, 0.0)
+    num_squares = 0 if squares is None else squares.shape[1]
+    block_dim = next_power_of_2(max(dim, num_squares))
     block_rows = max(1, 1024 // block_dim)
     added = x if residual is None else residual
-    squares, size, scale_eps = scale or (None, 1, 0.0)
-    num_squares = 1 if squares is None else squares.shape[1]
     launch(
         _rms_norm_kernel,
         (cdiv(num_rows, block_rows),),
@@ -141,7 +140,6 @@ def launch_rms_norm(
         WIDE=wide,
         BLOCK_ROWS=block_rows,
         BLOCK_DIM=block_dim,
-        BLOCK_SQUARES=next_power_of_2(num_squares),
         IS_ONE=num_rows <= block_rows,
         num_warps=min(max(block_rows * block_dim // 512, 1), 16),
         **overlap_options(x.device, _rms_norm_kernel),

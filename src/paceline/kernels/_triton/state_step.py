@@ -146,10 +146,13 @@ def _state_step_kernel(
         rate_bias = tl.load(rate_bias_ptr + head)
         speed = tl.exp(tl.load(log_ptr + head))
     of_value = head * VALUE_DIM + cols
+    # Behind a gate stands a product, which may ask for its weights meanwhile.
     if z_ptr is not None:
         norm_weight = tl.load(norm_weight_ptr + of_value, mask=is_col, other=0.0).to(tl.float32)
-    let_next_start(OVERLAPPED)
+        let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
+    if z_ptr is None:
+        let_next_start(OVERLAPPED)
     inputs_ptr += req * stride_inputs_req
     row_q = tl.load(
         inputs_ptr + at_q // PART * stride_inputs_part + at_q % PART, mask=is_dim, other=0.0
