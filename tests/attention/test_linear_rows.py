@@ -6,10 +6,13 @@ from torch import Tensor
 
 from paceline.attention.backends.gdn_triton import TritonGdn
 from paceline.attention.linear import triton_backend
+from paceline.attention.linear.inputs import Mamba2Inputs
 from paceline.attention.linear.rows import LinearBuffers, LinearPlan, linear_buffers, plan_rows
-from paceline.attention.linear.shape import LinearShape
-from paceline.attention.states import StateLimits
+from paceline.attention.linear.shape import MAMBA2, LinearShape
+from paceline.attention.mixers import load_state_backend
+from paceline.attention.states import StateLayer, StateLimits
 from paceline.core.modes import MaskKind
+from paceline.kernels.gated_norm import Gate, gated_rows_reference
 from paceline.kernels.step_view import GroupView, StepView
 
 SHAPE = LinearShape(key_heads=1, value_heads=2, key_dim=2, value_dim=2, conv_width=3)
@@ -103,3 +106,41 @@ def test_decodes_of_few_requests_derive_nothing(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(plan([1, 1, 1]), LinearPlan)
     assert isinstance(plan([2, 2]), LinearPlan)
     assert isinstance(plan([1, 1], is_round=True), LinearPlan)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_gate_is_taken_with_decodes_of_one_launch_alone(name: str) -> None:
+    """And it is then the gate behind `extend`; a backend that knows none says so."""
+    backend = load_state_backend(name, kind=MAMBA2)
+    for lens, has_gate in (([1, 1], name == "triton"), ([2, 2], False), ([1, 2], False)):
+        view, group, buffers = step_of(lens, longest=max(lens))
+        plan = backend.plan(view, group, buffers, is_round=False)
+        rows = sum(lens)
+        source = torch.Generator().manual_seed(rows)
+        inputs = Mamba2Inputs(
+            torch.randn(rows, SHAPE.channels, generator=source),
+            torch.randn(SHAPE.channels, 3, generator=source),
+            None,
+            (-torch.rand(rows, 2, generator=source), torch.rand(rows, 2, generator=source)),
+            torch.ones(2),
+        )
+        gate = Gate(torch.randn(rows, 4, generator=source), torch.rand(4, generator=source))
+
+        def layer(seed: int = 5) -> StateLayer:
+            source = torch.Generator().manual_seed(seed)
+            parts = {
+                part.name: torch.randn(2, *part.shape, generator=source) for part in SHAPE.parts
+            }
+            return StateLayer(layer_id=0, index=0, parts=parts)
+
+        mine, untouched = layer(), layer()
+        found = backend.extend_gated(inputs, gate, mine, plan)
+        assert (found is not None) == has_gate
+        if found is None:
+            assert all(
+                torch.equal(mine.parts[name], part) for name, part in untouched.parts.items()
+            )
+            continue
+        wanted = gated_rows_reference(backend.extend(inputs, untouched, plan).flatten(1), gate)
+        torch.testing.assert_close(found.rows, wanted.rows)
+        torch.testing.assert_close(found.squares.sum(1, keepdim=True), wanted.squares)

@@ -16,7 +16,7 @@ from paceline.kernels.moe_route import moe_route
 from paceline.kernels.packed_experts import PackedExpertWeights, PackedMatrices, packed_experts
 from paceline.kernels.packed_linear import packed_linear
 from paceline.kernels.packed_weight import FP8, INT4, PackedWeight, Packing, encode, pack_codes
-from paceline.kernels.rms_norm import add_rms_norm
+from paceline.kernels.rms_norm import add_rms_norm, rms_norm
 from paceline.kernels.scaled_linear import fits_scaled, scaled_linear, scaled_linear_reference
 from paceline.kernels.skinny_linear import MAX_TOKENS, arrival_counters, fits_skinny, skinny_linear
 from paceline.kernels.skinny_scaled_linear import (
@@ -44,6 +44,34 @@ def operands(tokens: int, rows: int, inner: int) -> tuple[torch.Tensor, torch.Te
 
 def assert_exact(actual: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double(), exact, rtol=2**-7, atol=2e-2)
+
+
+def test_a_product_whose_rings_are_filled_before_it_waits_sees_what_was_written_last() -> None:
+    """One token through norms and products in turns, in a graph: of 10,240 rows and of an odd
+    number."""
+    weights = [operands(1, rows, 2560)[1] for rows in (10_240, 10_577)]
+    norm, given = torch.ones(2560, device="cuda").bfloat16(), torch.zeros(1, 2560, device="cuda")
+    given = given.bfloat16()
+
+    def run() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found, x = [], given
+        for index in range(8):
+            x = rms_norm(x, norm, 1e-6)
+            y = linear(x, weights[index % 2], None)
+            found.append((x, y))
+            x = y[:, 1000:3560]
+        return found
+
+    for _ in range(2):
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for seed in range(20):
+        given.copy_(torch.randn(1, 2560, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        for index, (x, y) in enumerate(found):
+            assert_exact(y, x.double() @ weights[index % 2].double().T)
 
 
 @TOKENS

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels.rms_norm import (
+    RowScale,
     add_rms_norm,
     add_rms_norm_reference,
     rms_norm,
@@ -38,12 +39,20 @@ def operands(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def run_triton(
-    x: Tensor, residual: Tensor | None, weight: Tensor, unit_offset: bool, *, wide: bool = False
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    unit_offset: bool,
+    *,
+    wide: bool = False,
+    scale: RowScale | None = None,
 ) -> Tensor:
     from paceline.kernels._triton.rms_norm import launch_rms_norm
 
     out = torch.full_like(x, float("nan"))
-    launch_rms_norm(x, residual, weight, eps=EPS, unit_offset=unit_offset, wide=wide, out=out)
+    launch_rms_norm(
+        x, residual, weight, eps=EPS, unit_offset=unit_offset, wide=wide, out=out, scale=scale
+    )
     return out
 
 
@@ -102,6 +111,27 @@ def test_residual_is_summed_in_the_model_dtype(dtype: torch.dtype) -> None:
     assert_within_ulps(interpreted, total, 1)
 
 
+# Rows of 200 numbers, several of a program, with fewer sums and with more; one row of a program.
+@pytest.mark.parametrize(("dim", "spare"), [(200, 0), (200, 250), (2000, 0)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_are_added_may_have_a_scale(dtype: torch.dtype, dim: int, spare: int) -> None:
+    """That of rows of 50 numbers, of which a product made them."""
+    x, weight = operands(dtype, dim)
+    residual, given = x.flip(0), x.clone()
+    rows = torch.randn(9, 50, generator=torch.Generator().manual_seed(1)) * 4.0
+    squares = torch.nn.functional.pad(rows.square(), (spare, 0))
+    scale = RowScale(squares, 50, 0.5)
+    factors = torch.rsqrt(rows.double().square().mean(1, keepdim=True) + 0.5)
+    wanted, total = add_rms_norm_reference(x, residual, weight, EPS, scale=scale)
+    assert_within_ulps(total, (residual.double() + x.double() * factors).to(dtype), 1)
+    mine, interpreted = residual.clone(), residual.clone()
+    assert_within_ulps(add_rms_norm(x, mine, weight, EPS, scale=scale), wanted, 4)
+    assert_within_ulps(run_triton(x, interpreted, weight, False, scale=scale), wanted, 4)
+    for stream in (mine, interpreted):
+        assert_within_ulps(stream, total, 1)
+    assert torch.equal(x, given)
+
+
 def test_strided_heads_are_normalised_in_place() -> None:
     fused = torch.randn(5, 7, 24, generator=torch.Generator().manual_seed(3))
     weight = torch.linspace(0.5, 1.5, 24)
@@ -135,5 +165,8 @@ def test_bad_argument_is_named_with_what_was_expected() -> None:
         rms_norm(x, weight.half(), EPS)
     with pytest.raises(KernelArgumentError, match=r"residual must be .*\[2, 8\]"):
         add_rms_norm(x, torch.ones(3, 8), weight, EPS)
+    for squares in (torch.ones(3, 2), torch.ones(2, 2).double(), torch.ones(4, 2).T[:, ::2]):
+        with pytest.raises(KernelArgumentError, match=r"squares must be contiguous float32 \[2, "):
+            add_rms_norm(x, x.clone(), weight, EPS, scale=RowScale(squares, 8, EPS))
     with pytest.raises(KernelArgumentError, match=r"out must be .*give it the shape"):
         rms_norm(x, weight, EPS, out=torch.ones(3, 8))

@@ -88,6 +88,50 @@ def test_no_more_is_held_than_can_be_on_its_way(rows: int, inner: int, is_held: 
         assert _is_held(rows, inner, torch.device("meta")) == is_held
 
 
+def test_rows_of_some_lengths_pass_through_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """22 rows, 4 of a round: 6 rounds, the last of 2, of 2 programs; 3 rows are one program's."""
+    from paceline.kernels._triton import skinny_linear as kernel
+
+    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(kernel, "shared_memory_bytes", lambda device: 2**18)
+    monkeypatch.setattr(kernel, "_RING_LEAST", 3)
+    x, weight, bias = operands(1, 22, 2560, dtype=torch.float16)
+    launched, launch = list[object](), kernel.launch
+
+    def noted(jitted: object, grid: tuple[int], *args: object, **options: object) -> None:
+        launched.append((jitted, grid))
+        launch(jitted, grid, *args, **options)
+
+    monkeypatch.setattr(kernel, "launch", noted)
+    exact = skinny_linear_reference(x, weight, None, None)
+    for rows in (22, 3):
+        found = skinny_linear(x, weight[:rows], None)
+        torch.testing.assert_close(found, exact[:, :rows], rtol=4e-3, atol=0.02)
+    skinny_linear(x, weight, bias)
+    assert launched[:2] == [(kernel._ring_linear_kernel, (programs,)) for programs in (2, 1)]
+    assert launched[2][0] is kernel._one_token_kernel
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "size", "is_ringed"),
+    [
+        (10_240, 2560, 232_448, True),
+        (10_239, 2560, 232_448, False),
+        (10_240, 2560, 204_800, False),  # two programs of a processor fill as much
+        (10_240, 2048, 232_448, False),
+        (10_240, 3072, 232_448, False),
+        (10_240, 2304, 232_448, False),  # 9 chunks of 256
+    ],
+)
+def test_rings_fit_a_processor(
+    rows: int, inner: int, size: int, is_ringed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.kernels._triton import skinny_linear as kernel
+
+    monkeypatch.setattr(kernel, "shared_memory_bytes", lambda device: size)
+    assert kernel._is_ringed(rows, inner, torch.device("meta")) == is_ringed
+
+
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_split_products_add_all_parts_and_leave_their_counters_zero(tokens: int) -> None:
     x, weight, bias = operands(tokens, 128, 512, dtype=torch.float16)

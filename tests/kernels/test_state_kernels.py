@@ -15,6 +15,7 @@ from paceline.kernels.extend_states import (
     StateRows,
     extend_states_reference,
 )
+from paceline.kernels.gated_norm import Gate, gated_rows_reference
 from paceline.kernels.state_chunks import state_chunks
 from paceline.kernels.state_inputs import (
     ConvInputs,
@@ -205,6 +206,42 @@ def test_a_step_of_one_row_each_convolves_and_writes_state_and_window(
     assert not arrived.any()
 
 
+def test_a_step_with_a_gate_is_rows_behind_it_and_sums_of_their_squares() -> None:
+    """Of two heads of two tiles of columns, the second of which is not whole."""
+    key_dim, value_dim = 5, 40
+    size, channels = HEADS * value_dim, HEADS * value_dim + 2 * key_dim
+    args = {"skip": noise(HEADS), "is_delta": False, "eps": None, "scale": 0.5}
+    weight, bias, rows = noise(channels, WINDOW + 1), noise(channels), noise(2, 1, channels)
+    rates = (-noise(2, HEADS).abs(), noise(2, HEADS).sigmoid())
+    gate = Gate(noise(2, size + 3)[:, :size], 1.0 + noise(size) / 4)
+    laid = HeadChannels(size + key_dim, size, 0, key_dim, size)
+
+    def stepped(gate: Gate | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        state, window = noise(SLOTS, HEADS, key_dim, value_dim), noise(SLOTS, channels, WINDOW)
+        arrived, out = torch.zeros(2, 1, dtype=torch.int32), torch.full((2, size), torch.nan)
+        squares = state_step(
+            StepInputs(rows, weight, bias, window, SLOT_LIST),
+            laid,
+            rates,
+            state,
+            **args,
+            arrived=arrived,
+            out=out.view(2, HEADS, value_dim),
+            gate=gate,
+        )
+        return out, squares, state
+
+    plain, nothing, state = stepped(None)
+    assert nothing is None
+    wanted = gated_rows_reference(plain, gate)
+    found, squares, behind = stepped(gate)
+    assert squares is not None
+    assert squares.shape == (2, HEADS * 2)
+    near(found, wanted.rows)
+    near(squares.sum(1, keepdim=True), wanted.squares)
+    assert torch.equal(behind, state)
+
+
 @BOTH
 def test_a_row_of_each_request_reads_and_writes_its_state(delta: bool) -> None:
     state, window = parts()
@@ -376,6 +413,9 @@ def test_rows_of_another_form_are_refused(change: dict[str, Any], text: str) -> 
         ({"rates": (noise(2, 4)[:, ::2], noise(2, 2))}, "decay must be float32 with contiguous"),
         ({"rates": raw_rates(noise(2, 1, 4), has_beta=False)}, "rates must be numbers with beta"),
         ({"rates": raw_rates(noise(2, 1, 2), has_beta=True)}, r"given must be .* of 2 heads"),
+        ({"gate": Gate(noise(2, 19), noise(20))}, r"z must be \[2, 20\]"),
+        ({"gate": Gate(noise(2, 40)[:, ::2], noise(20))}, r"z must be \[2, 20\]"),
+        ({"gate": Gate(noise(2, 20), noise(10))}, r"norm_weight must be contiguous \[20\]"),
     ],
 )
 def test_a_step_of_another_form_is_refused(change: dict[str, Any], text: str) -> None:
@@ -388,8 +428,11 @@ def test_a_step_of_another_form_is_refused(change: dict[str, Any], text: str) ->
         "state": noise(SLOTS, 2, 5, 10),
         "arrived": torch.zeros(2, 1, dtype=torch.int32),
         "rates": (noise(2, 2), noise(2, 2)),
+        "gate": None,
     } | change
-    state, arrived, rates = (whole.pop(name) for name in ("state", "arrived", "rates"))
+    state, arrived, rates, gate = (
+        whole.pop(name) for name in ("state", "arrived", "rates", "gate")
+    )
     out = noise(2, 2, 10)
     with pytest.raises(KernelArgumentError, match=text):
         state_step(
@@ -403,6 +446,7 @@ def test_a_step_of_another_form_is_refused(change: dict[str, Any], text: str) ->
             scale=0.5,
             arrived=arrived,
             out=out,
+            gate=gate,
         )
 
 

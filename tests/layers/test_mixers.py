@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.attention import mixers
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import GraphSupport
-from paceline.attention.linear.inputs import GdnInputs, made_rates
+from paceline.attention.linear.inputs import GdnInputs, Mamba2Inputs, made_rates
 from paceline.attention.registry import Choice
 from paceline.attention.states import StateConfig, unsupported_reasons
 from paceline.cache.pool import KVFormat
@@ -21,7 +21,11 @@ from paceline.core.errors import BackendUnsupported, ConfigError, ModelError
 from paceline.core.model.config import Heads, LayerSpec, RowPart
 from paceline.core.modes import MaskKind
 from paceline.core.parallel import Parallel
+from paceline.kernels.gated_norm import Gate, GatedRows, gated_rows_reference
+from paceline.layers.decoders.mixer_layer import MixerLayer
 from paceline.layers.mixers.gated_delta import GatedDeltaNet
+from paceline.layers.mixers.mamba2 import Mamba2
+from paceline.layers.rank_sum import Delta, Unscaled, total
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
 from paceline.models.config import parse_config
@@ -253,3 +257,49 @@ def test_rates_have_memory_of_their_own() -> None:
     [inputs] = given
     for made in made_rates(inputs.rates):
         assert made.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("changed", "dtype", "is_left"),
+    [
+        ({}, torch.bfloat16, True),
+        ({}, torch.float16, False),  # which rows without a scale may exceed
+        ({"n_groups": 2}, torch.bfloat16, False),
+        ({"use_bias": True}, torch.bfloat16, False),
+    ],
+)
+def test_a_scale_is_left_to_the_norm_behind_where_it_is_as_good_there(
+    changed: dict[str, object], dtype: torch.dtype, is_left: bool
+) -> None:
+    """And where the backend gates at once: the same numbers as where it does not."""
+    sizes = {"model_type": "mamba2", "hidden_size": 8, "vocab_size": 9, "num_hidden_layers": 1}
+    sizes |= {"num_heads": 4, "head_dim": 4, "state_size": 4, "n_groups": 1, "use_bias": False}
+    config = parse_config(sizes | {"layer_norm_epsilon": 0.25} | changed)
+    placement = Placement(torch.device("cpu"), dtype, DENSE)
+    mixer = Mamba2(config, 0, parallel=Parallel(), placement=placement)
+    layer = MixerLayer(config, mixer, parallel=Parallel(), placement=placement)
+    source = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.rand(parameter.shape, generator=source))
+
+    class Context:
+        def __init__(self, *, gates: bool) -> None:
+            self.gates = gates
+
+        def mix(self, layer_id: int, inputs: Mamba2Inputs) -> Tensor:
+            return inputs.xbc[:, :16].unflatten(1, (4, 4))
+
+        def mix_gated(self, layer_id: int, inputs: Mamba2Inputs, gate: Gate) -> GatedRows | None:
+            return gated_rows_reference(inputs.xbc[:, :16], gate) if self.gates else None
+
+    def deltas(*, gates: bool) -> list[Delta]:
+        """Of all rows and of two of them."""
+        stream = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+        args = (None, stream, torch.arange(3), Context(gates=gates))
+        return [layer(*args, rows).delta for rows in (None, torch.tensor([2, 0]))]
+
+    found, plain = deltas(gates=True), deltas(gates=False)
+    assert [isinstance(each, Unscaled) for each in found] == [is_left] * 2
+    for mine, theirs in zip(found, plain, strict=True):
+        assert isinstance(theirs, Tensor)
+        torch.testing.assert_close(total(mine), theirs, rtol=0.04, atol=0.04)

@@ -10,6 +10,7 @@ from paceline.attention.states import StateLayer, StateLimits
 from paceline.core.model.config import ModelConfig
 from paceline.core.model.lookback import Chunk
 from paceline.core.modes import MaskKind
+from paceline.kernels.gated_norm import Gate, GatedRows, gated_rows_reference
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows_reference
 from paceline.kernels.rms_norm import rms_norm_reference
 from paceline.kernels.rope import Rope, rope_reference
@@ -120,6 +121,12 @@ class FakeContext:
         )
         plan = backend.plan(view, group, backend.make_buffers(limits), is_round=False)
         return backend.extend(inputs, StateLayer(layer_id=layer_id, index=0, parts=slots), plan)
+
+    def mix_gated(self, layer_id: int, inputs: Any, gate: Gate) -> GatedRows | None:
+        """As of `StepContext`; single tokens are gated at once."""
+        if gate.z.shape[0] > 1:
+            return None
+        return gated_rows_reference(self.mix(layer_id, inputs).flatten(1), gate)
 
 
 def _one_request(tokens: int, *, begins: bool) -> tuple[GroupView, StepView]:

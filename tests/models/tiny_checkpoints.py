@@ -359,6 +359,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size": 48, "num_heads": 6, "head_dim": 16, "state_size": 12, "n_groups": 2}
         | {"num_hidden_layers": 3, "chunk_size": 8},
     ),
+    "mamba2-one-group": (
+        "Mamba2",
+        _SIZES
+        | {"hidden_size": 48, "num_heads": 6, "head_dim": 16, "state_size": 12, "n_groups": 1}
+        | {"chunk_size": 8},
+    ),
     "mamba2-one-group-biases-tied": (
         "Mamba2",
         _SIZES

@@ -1,8 +1,9 @@
 """The contract of layers with a state per request (docs/architecture.md, "The state contract").
 
 A state backend is to a recurrent layer what an attention backend is to attention: `capabilities`
-and four methods.  It states nothing about padding, keeps nothing between calls but in its buffers
-and in the slots of its layers, and reads no device value on the host.
+and four methods, beside which `extend_gated` may stand.  It states nothing about padding, keeps
+nothing between calls but in its buffers and in the slots of its layers, and reads no device value
+on the host.
 
     plan     what all layers of a step share
     extend   one layer over the step's rows: it writes the requests' slots; of a round it keeps what
@@ -29,6 +30,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.model.config import RowPart
 from paceline.core.modes import MaskKind
+from paceline.kernels.gated_norm import Gate, GatedRows
 from paceline.kernels.step_view import GroupView, StepView
 
 
@@ -153,6 +155,13 @@ class StateBackend(ABC, Generic[Buffers, Plan, Inputs]):
     def extend(self, inputs: Inputs, layer: StateLayer, plan: Plan) -> Tensor:
         """One layer over the step's rows, each of which sees its request's state behind the prefix
         and, in the order of their tokens or along their branch, the step's rows up to itself."""
+
+    def extend_gated(
+        self, inputs: Inputs, gate: Gate, layer: StateLayer, plan: Plan
+    ) -> GatedRows | None:
+        """As `extend`, and what a gate makes of it, of backends whose kernels make both at once;
+        None: nothing was done, and whoever asks extends and gates."""
+        return None
 
     @abstractmethod
     def commit(

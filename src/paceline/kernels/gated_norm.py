@@ -6,7 +6,7 @@ transformers does it: Mamba-2 rounds the normed row behind the gate first; Qwen3
 share a weight, rounds both it and its product before the gate.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,29 @@ from paceline.kernels.custom_op import define_op
 from paceline.kernels.rms_norm import rms_norm_reference
 
 HEADS = "heads"  # the order of gated_head_norm, beside those of GateOrder
+
+
+class Gate(NamedTuple):
+    """What stands between a layer's states and its projection back: y * silu(z) and an RMS norm of
+    the whole row behind it."""
+
+    z: Tensor  # [tokens, dim]  rows may be strided
+    weight: Tensor  # [dim]
+
+
+class GatedRows(NamedTuple):
+    """Rows behind a gate, of whose norm the scale is left to whoever adds up what they become: a
+    product without a bias is as well scaled behind as before."""
+
+    rows: Tensor  # [tokens, dim]  y * silu(z) * weight
+    squares: Tensor  # [tokens, parts]  float32  of y * silu(z): a row's parts add up to its sum
+
+
+def gated_rows_reference(y: Tensor, gate: Gate) -> GatedRows:
+    """The definition.  y: [tokens, dim] in any dtype; what comes out is in that of z."""
+    found = y.float() * F.silu(gate.z.float())
+    rows = (found * gate.weight).to(gate.z.dtype)
+    return GatedRows(rows, found.square().sum(1, keepdim=True))
 
 
 def gated_norm_reference(

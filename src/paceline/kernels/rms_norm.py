@@ -7,12 +7,26 @@ OLMo 2); with `unit_offset` it is so too, and the factor is 1 + weight (Gemma).
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import Run, define_op
+
+
+class RowScale(NamedTuple):
+    """The scale of an RMS norm, of rows whose squares another kernel summed."""
+
+    squares: Tensor  # [tokens, parts]  float32  which together are the sum of a row's
+    size: int  # numbers of a row
+    eps: float
+
+    def factors(self) -> Tensor:
+        """[tokens, 1] float32"""
+        total = self.squares.sum(1, keepdim=True)
+        return torch.rsqrt(total / self.size + self.eps)
 
 
 def rms_norm_reference(
@@ -47,9 +61,13 @@ def add_rms_norm_reference(
     *,
     unit_offset: bool = False,
     wide: bool = False,
+    scale: RowScale | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition.  Returns (normalised sum, sum), both in residual's dtype; mutates nothing."""
-    total = residual + (x if x.dim() == residual.dim() else x.sum(0).to(residual.dtype))
+    if scale is not None:
+        total = (residual + x.float() * scale.factors()).to(residual.dtype)
+    else:
+        total = residual + (x if x.dim() == residual.dim() else x.sum(0).to(residual.dtype))
     normed = rms_norm_reference(total, weight, eps, unit_offset=unit_offset, wide=wide)
     return normed, total
 
@@ -63,10 +81,11 @@ def bind_rms_norm(
     out: Tensor,
     *,
     addend: Tensor | None = None,
+    scale: RowScale | None = None,
 ) -> Run:
     """The CPU's kernel, in few operators, of which each costs more than the arithmetic of a row.
 
-    addend: as x, which it is added to in place before; None: nothing is.
+    addend: as x, which it is added to in place before; None: nothing is; scale: of its rows.
     """
     row = x if x.dtype == torch.float32 else torch.empty(x.shape, dtype=torch.float32)
     norm = row.new_empty(*x.shape[:-1], 1)
@@ -75,7 +94,9 @@ def bind_rms_norm(
     normed = row if in_float32 and row is not x else out
 
     def run() -> None:
-        if addend is not None:
+        if addend is not None and scale is not None:
+            x.copy_(x + addend.float() * scale.factors())
+        elif addend is not None:
             x.add_(addend)
         if row is not x:
             row.copy_(x)
@@ -101,10 +122,14 @@ def _bind_add_rms_norm(
     eps: float,
     unit_offset: bool,
     wide: bool,
+    squares: Tensor | None,
+    size: int,
+    scale_eps: float,
     out: Tensor,
 ) -> Run:
     if x.dim() == residual.dim():
-        return bind_rms_norm(residual, weight, eps, unit_offset, wide, out, addend=x)
+        scale = None if squares is None else RowScale(squares, size, scale_eps)
+        return bind_rms_norm(residual, weight, eps, unit_offset, wide, out, addend=x, scale=scale)
     total = torch.empty_like(residual)
     norm = bind_rms_norm(residual, weight, eps, unit_offset, wide, out, addend=total)
 
@@ -130,11 +155,17 @@ def _add_rms_norm_cuda(
     eps: float,
     unit_offset: bool,
     wide: bool,
+    squares: Tensor | None,
+    size: int,
+    scale_eps: float,
     out: Tensor,
 ) -> None:
     from paceline.kernels._triton.rms_norm import launch_rms_norm
 
-    launch_rms_norm(x, residual, weight, eps=eps, unit_offset=unit_offset, wide=wide, out=out)
+    scale = None if squares is None else RowScale(squares, size, scale_eps)
+    launch_rms_norm(
+        x, residual, weight, eps=eps, unit_offset=unit_offset, wide=wide, out=out, scale=scale
+    )
 
 
 _RMS_NORM = define_op(
@@ -145,10 +176,13 @@ _RMS_NORM = define_op(
 )
 _ADD_RMS_NORM = define_op(
     "add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, bool unit_offset, "
-    "bool wide, Tensor(b!) out) -> ()",
+    "bool wide, Tensor? squares, int size, float scale_eps, Tensor(b!) out) -> ()",
     bind=_bind_add_rms_norm,
     cuda=_add_rms_norm_cuda,
 )
+
+
+_UNSCALED = (None, 1, 0.0)
 
 
 def rms_norm(
@@ -183,20 +217,24 @@ def add_rms_norm(
     *,
     unit_offset: bool = False,
     wide: bool = False,
+    scale: RowScale | None = None,
 ) -> Tensor:
     """residual += x in the model's dtype, then normalise the sum into a new tensor.
 
-    x, residual: [tokens, dim]; weight: [dim] in x's dtype.  Or x: [parts, tokens, dim] float32,
-    contiguous, whose sum is rounded to residual's dtype before.  Mutates `residual`.  Graph-safe.
-    Raises KernelArgumentError.
+    x, residual: [tokens, dim]; weight: [dim] in x's dtype; scale: which x is multiplied with
+    before, in float32.  Or x: [parts, tokens, dim] float32, contiguous and without a scale, whose
+    sum is rounded to residual's dtype before.  Mutates `residual`.  Graph-safe.  Raises
+    KernelArgumentError.
     """
-    if x.dim() > residual.dim():
+    if x.dim() > residual.dim() and scale is None:
         _check_parts(x, residual)
         check_add_rms_norm(residual, residual, weight)
     else:
         check_add_rms_norm(x, residual, weight)
+    if scale is not None:
+        _check_squares(scale.squares, x)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    _ADD_RMS_NORM(x, residual, weight, eps, unit_offset, wide, out)
+    _ADD_RMS_NORM(x, residual, weight, eps, unit_offset, wide, *(scale or _UNSCALED), out)
     return out
 
 
@@ -232,6 +270,17 @@ def _check_rows(x: Tensor, weight: Tensor) -> None:
             expected=f"{x.dtype} [{x.shape[-1]}] on {x.device}",
             got=weight,
             remedy="load the norm's weight in the model's dtype",
+        )
+
+
+def _check_squares(squares: Tensor, x: Tensor) -> None:
+    is_made = squares.dtype == torch.float32 and squares.is_contiguous()
+    if not is_made or squares.dim() != 2 or squares.shape[0] != x.shape[0]:
+        reject(
+            "squares",
+            expected=f"contiguous float32 [{x.shape[0]}, parts]",
+            got=squares,
+            remedy="pass what the kernel that made the rows summed",
         )
 
 

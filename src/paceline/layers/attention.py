@@ -23,6 +23,7 @@ from paceline.core.expansion import most_pieces
 from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.model.config import ROW_SCALES, TURNED, LayerSpec, ModelConfig
 from paceline.core.model.lookback import Chunk
+from paceline.kernels.gated_norm import Gate, GatedRows
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows
 from paceline.kernels.ragged_attention import ragged_attention
 from paceline.kernels.rope import Rope
@@ -220,9 +221,18 @@ class StepContext:
     def mix(self, layer_id: int, inputs: Any) -> Tensor:
         """A layer that keeps a state per request, over the step's rows.  inputs: as its backend
         takes them."""
+        group = self._keeper(layer_id)
+        return group.backend.extend(inputs, group.layers[layer_id], group.plan)
+
+    def mix_gated(self, layer_id: int, inputs: Any, gate: Gate) -> GatedRows | None:
+        """`mix` and a gate behind it at once; None: the backend has none here, and did nothing."""
+        group = self._keeper(layer_id)
+        return group.backend.extend_gated(inputs, gate, group.layers[layer_id], group.plan)
+
+    def _keeper(self, layer_id: int) -> StateGroupPlan:
         for group in self.states:
             if layer_id in group.layers:
-                return group.backend.extend(inputs, group.layers[layer_id], group.plan)
+                return group
         raise AssertionError(f"layer {layer_id} is in no STATE group")
 
 

@@ -4,8 +4,9 @@ rows of which each holds a part.
 One process computes the whole, and has no RankSum: it runs no operation of it, and asks nothing.
 
 A layer whose norms add up what its blocks return leaves the sum to them (`leave_sums`): then a
-block returns an `Unsummed`, and `RMSNorm.add` sums, adds and normalises in one operation.  Of one
-process a `GatedMLP` leaves the parts of its last product, where that is computed in parts.
+block returns an `Unsummed`, and `RMSNorm.add` sums, adds and normalises in one operation.  So it
+does with an `Unscaled`.  Of one process a `GatedMLP` leaves the parts of its last product, where
+that is computed in parts.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
 from paceline.kernels.all_reduce import Exchange, all_reduce
+from paceline.kernels.rms_norm import RowScale
 from paceline.layers.weights.parameter import Placement
 
 
@@ -33,7 +35,15 @@ class ProductParts(NamedTuple):
     dtype: torch.dtype  # of the sum
 
 
+class Unscaled(NamedTuple):
+    """A product of rows whose norm's scale is still to be applied."""
+
+    rows: Tensor  # [tokens, hidden]
+    scale: RowScale
+
+
 Unsummed = RankParts | ProductParts
+Delta = Tensor | Unsummed | Unscaled  # what a block adds to the stream
 
 
 class RankSum(nn.Module):
@@ -51,20 +61,25 @@ class RankSum(nn.Module):
         return unsummed if self.is_left else total(unsummed)
 
 
-def total(x: Tensor | Unsummed) -> Tensor:
+def total(x: Delta) -> Tensor:
     """The sum itself; what is one already stays as it is."""
     if isinstance(x, ProductParts):
         return x.parts.sum(0).to(x.dtype)
+    if isinstance(x, Unscaled):
+        return (x.rows.float() * x.scale.factors()).to(x.rows.dtype)
     return all_reduce(x.part, x.exchange) if isinstance(x, RankParts) else x
 
 
-def rows_of(x: Tensor | Unsummed, rows: Tensor) -> Tensor | Unsummed:
+def rows_of(x: Delta, rows: Tensor) -> Delta:
     """Rows [rows] int64 of x [tokens, hidden], in a new tensor; of a sum that is still to be made,
     of each part."""
     if isinstance(x, ProductParts):
         return x._replace(parts=x.parts.index_select(1, rows))
     if isinstance(x, RankParts):
         return x._replace(part=x.part.index_select(0, rows))
+    if isinstance(x, Unscaled):
+        squares = x.scale.squares.index_select(0, rows)
+        return Unscaled(x.rows.index_select(0, rows), x.scale._replace(squares=squares))
     return x.index_select(0, rows)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from paceline.core.model.config import ModelConfig, NormKind
 from paceline.kernels.all_reduce_norm import all_reduce_add_rms_norm
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from paceline.layers.rank_sum import ProductParts, RankParts, Unsummed
+from paceline.layers.rank_sum import Delta, ProductParts, RankParts, Unscaled
 from paceline.layers.weights.parameter import Placement, empty_parameter
 
 
@@ -42,9 +42,14 @@ class RMSNorm(nn.Module):
             )
         )
 
-    def add(self, delta: Tensor | Unsummed, residual: Tensor) -> Tensor:
+    def add(self, delta: Delta, residual: Tensor) -> Tensor:
         """residual += delta, in place; returns the norm of the sum.  Both [tokens, size]."""
         offset, wide = self.unit_offset, self.wide
+        if isinstance(delta, Unscaled):
+            rows, scale = delta
+            return add_rms_norm(
+                rows, residual, self.weight, self.eps, unit_offset=offset, wide=wide, scale=scale
+            )
         if isinstance(delta, RankParts):
             part, exchange = delta
             return all_reduce_add_rms_norm(

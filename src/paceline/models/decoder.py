@@ -16,7 +16,7 @@ from paceline.core.model.config import ModelConfig
 from paceline.layers.attention import StepContext
 from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.embedding import Embedding, OverlaidRows
-from paceline.layers.rank_sum import Unsummed, total
+from paceline.layers.rank_sum import Delta, total
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
 from paceline.layers.weights.weight_format import Named, wholly
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
             residual = overlaid.over(residual)
         if "embed" in taps:
             tapped["embed"] = residual.clone()
-        delta: Tensor | Unsummed | None = None
+        delta: Delta | None = None
         for index, layer in enumerate(self.layers):
             rows = early if index == last else None
             delta, residual = layer(delta, residual, positions, ctx, rows)

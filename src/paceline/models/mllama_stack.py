@@ -10,7 +10,7 @@ from paceline.layers.decoders.prenorm_layer import PreNormLayer
 from paceline.layers.embedding import Embedding
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
-from paceline.layers.rank_sum import Unsummed
+from paceline.layers.rank_sum import Delta
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement, empty_parameter
 from paceline.layers.weights.weight_format import Named, wholly
@@ -37,7 +37,7 @@ class CrossLayer(DecoderLayer):
 
     def mix(
         self,
-        delta: Tensor | Unsummed | None,
+        delta: Delta | None,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
@@ -47,9 +47,7 @@ class CrossLayer(DecoderLayer):
         out: Tensor = self.attention(x, ctx).mul_(self.attention_gate.tanh())
         return out
 
-    def feed(
-        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
-    ) -> Tensor:
+    def feed(self, mixed: Delta, residual: Tensor, ctx: StepContext, rows: Tensor | None) -> Tensor:
         out = ctx.of_readers(self.mlp(self.mlp_norm.add(mixed, residual)), rows)
         return out.mul_(self.mlp_gate.tanh())
 

@@ -20,7 +20,7 @@ class TritonGdn(TritonLinear[GdnInputs]):
         """[padded_tokens, value_heads, value_dim] in the dtype of the inputs."""
         shape = plan.shape
         step, dim = shape.channels // shape.key_heads, shape.key_dim
-        return extend_heads(
+        out, _ = extend_heads(
             inputs.qkv,
             inputs.conv_weight,
             None,
@@ -33,3 +33,4 @@ class TritonGdn(TritonLinear[GdnInputs]):
             scale=dim**-0.5,
             is_delta=True,
         )
+        return out

@@ -7,6 +7,7 @@ from paceline.attention.linear.rows import LinearPlan
 from paceline.attention.linear.shape import MAMBA2
 from paceline.attention.linear.triton_backend import DecodePlan, TritonLinear, extend_heads
 from paceline.attention.states import StateLayer
+from paceline.kernels.gated_norm import Gate, GatedRows
 from paceline.kernels.state_inputs import HeadChannels
 
 
@@ -19,6 +20,26 @@ class TritonMamba2(TritonLinear[Mamba2Inputs]):
         self, inputs: Mamba2Inputs, layer: StateLayer, plan: LinearPlan | DecodePlan
     ) -> Tensor:
         """[padded_tokens, value_heads, value_dim] in the dtype of the inputs."""
+        return self._extend(inputs, None, layer, plan)[0]
+
+    def extend_gated(
+        self, inputs: Mamba2Inputs, gate: Gate, layer: StateLayer, plan: LinearPlan | DecodePlan
+    ) -> GatedRows | None:
+        """Of decodes that are one launch."""
+        if not isinstance(plan, DecodePlan):
+            return None
+        rows, squares = self._extend(inputs, gate, layer, plan)
+        assert squares is not None, "there is a gate"
+        return GatedRows(rows.flatten(1), squares)
+
+    def _extend(
+        self,
+        inputs: Mamba2Inputs,
+        gate: Gate | None,
+        layer: StateLayer,
+        plan: LinearPlan | DecodePlan,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `extend_heads`."""
         shape = plan.shape
         values, keys = shape.value_size, shape.key_size
         return extend_heads(
@@ -39,4 +60,5 @@ class TritonMamba2(TritonLinear[Mamba2Inputs]):
             eps=None,
             scale=1.0,
             is_delta=False,
+            gate=gate,
         )

@@ -32,6 +32,7 @@ from paceline.attention.states import (
 )
 from paceline.core.modes import MaskKind
 from paceline.kernels.commit_states import commit_states
+from paceline.kernels.gated_norm import Gate
 from paceline.kernels.state_chunks import state_chunks
 from paceline.kernels.state_inputs import ConvInputs, HeadChannels, head_rows, state_inputs
 from paceline.kernels.state_rows import Kept, Rates, state_rows
@@ -133,8 +134,10 @@ def extend_heads(
     eps: float | None,
     scale: float,
     is_delta: bool,
-) -> Tensor:
-    """[tokens, value_heads, value_dim] in the dtype of `rows`: one layer over the step's rows.
+    gate: Gate | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """([tokens, value_heads, value_dim] in the dtype of `rows`: one layer over the step's rows;
+    with a gate, which only a `DecodePlan` takes, the squares of `GatedRows`).
 
     rows: [tokens, parts, channels // parts] before the convolution of `weight` and `bias`;
     skip: [value_heads] or None; channels, eps, scale: as of `state_inputs`; skip, is_delta: as of
@@ -144,7 +147,7 @@ def extend_heads(
     if isinstance(plan, DecodePlan):
         out = rows.new_empty((tokens, shape.value_heads, shape.value_dim))
         step = StepInputs(rows, weight, bias, layer.parts[CONV], plan.slots)
-        state_step(
+        squares = state_step(
             step,
             channels,
             rates,
@@ -155,8 +158,10 @@ def extend_heads(
             scale=scale,
             arrived=plan.arrived,
             out=out,
+            gate=gate,
         )
-        return out
+        return out, squares
+    assert gate is None, "these kernels gate nothing"
     made = Rates(*made_rates(rates), skip, is_delta)
     kept = plan.kept
     given = ConvInputs(rows, weight, bias, layer.parts[CONV], plan.slots, plan.places)
@@ -179,4 +184,4 @@ def extend_heads(
         state_rows(heads, made, plan.sees, state, given, kept=left, out=out)
     else:
         state_chunks(heads, made, plan.chunks, plan.starts, state, given, out=out)
-    return out
+    return out, None

@@ -10,11 +10,11 @@ this one start.  A program that ended without waiting would break the chain.
 Three kernels load states before they wait: `state_rows` and `commit_states`, before which
 `state_inputs` stands, and `state_step`, before which a projection does.  `state_inputs` waits
 before it lets the next start: whatever wrote states and slots before it has ended, and nothing
-behind it writes those that they read.  A projection may let `state_step` start at once, and so may
-a norm before it; but in front of a model's first layer stands the embedding, which torch launches
-behind all that was launched before, and in front of every other that keeps states the `state_step`
-of the layer before, which waits before it lets the next start and writes other states.  A drafter,
-whose embedding may be a kernel of ours, keeps none: `_require_attention` in draft_cache.py.
+behind it writes those that they read.  All that stands before a `state_step` in its step may let
+the next start at once, but for what stands before all layers: the embedding, which torch launches
+behind all that was launched before.  So what wrote states and slots in other steps has ended, and
+in its own nothing else writes those of its layer.  A drafter, whose embedding may be a kernel of
+ours, keeps none: `_require_attention` in draft_cache.py.
 
 `paged_extend` may be two launches of one call, for other requests each.  The second waits where it
 ends, not where it starts: the first lets it start behind its own wait, so all that both read is
@@ -40,6 +40,7 @@ from paceline.kernels._triton.runtime import interpreted
 
 _FIRST_CAPABILITY = (9, 0)
 _ALIGNMENT = 16  # bytes, of a pointer: Triton compiles for it
+_ALIGNED = tl.constexpr(_ALIGNMENT)
 # Launches that `compile_only` has seen; None: outside of it.
 _SEEN: ContextVar[set[Hashable] | None] = ContextVar("_SEEN", default=None)
 
@@ -82,6 +83,30 @@ def wait_for_inputs(OVERLAPPED: tl.constexpr):
     """Wait until the kernels before this one have finished and their writes are visible."""
     if OVERLAPPED:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_within(
+    place,  # int32  a number of a loop's round
+    OVERLAPPED: tl.constexpr,
+):
+    """0, once it has waited as `wait_for_inputs` does: to be added to the address of all that is
+    read behind.
+
+    For a loop of which loads are to be on their way before it waits.  One with an effect would not
+    be pipelined, so to the compiler this has none: its order is that of its numbers.
+    """
+    behind = place
+    if OVERLAPPED:
+        behind = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, $1;",
+            "=r,r",
+            [place],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.multiple_of(behind - place, _ALIGNED)
 
 
 @triton.jit

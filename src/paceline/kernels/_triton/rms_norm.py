@@ -6,6 +6,7 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
+from paceline.kernels.rms_norm import RowScale
 
 
 @triton.jit
@@ -31,6 +32,7 @@ def _rms_norm_kernel(
     x_ptr,  # [tokens, heads, dim]; of PARTS [PARTS, tokens, heads, dim] float32
     residual_ptr,  # [tokens, heads, dim] or unused
     weight_ptr,  # [dim]
+    squares_ptr,  # [tokens, SQUARES] float32, of one head, or None
     out_ptr,  # [tokens, heads, dim], may be x
     stride_x_part,
     stride_x_token,
@@ -42,9 +44,12 @@ def _rms_norm_kernel(
     num_rows,
     heads,
     eps,
+    size,  # numbers whose squares those are
+    scale_eps,
     DIM: tl.constexpr,
     ADD: tl.constexpr,
     PARTS: tl.constexpr,  # of x, added up and rounded; 1: x is whole
+    SQUARES: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -76,7 +81,14 @@ def _rms_norm_kernel(
         residual_offset = token * stride_residual_token + head * stride_residual_head
         residual_ptrs = residual_ptr + residual_offset[:, None] + cols[None, :]
         residual = tl.load(residual_ptrs, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        added = x.to(tl.float32)
+        if squares_ptr is not None:
+            # In a tile like that of x, so that the sums are where its rows are.
+            is_part = (rows < num_rows)[:, None] & (cols < SQUARES)[None, :]
+            squares_ptrs = squares_ptr + (rows * SQUARES)[:, None] + cols[None, :]
+            squares = tl.sum(tl.load(squares_ptrs, mask=is_part, other=0.0), axis=1)
+            added *= (1.0 / tl.sqrt(squares / size + scale_eps))[:, None]
+        x = (added + residual.to(tl.float32)).to(x.dtype)
         tl.store(residual_ptrs, x, mask=mask)
     row = x.to(tl.float32)
     mean_square = tl.sum(row * row, axis=1) / DIM
@@ -95,6 +107,7 @@ def launch_rms_norm(
     unit_offset: bool,
     wide: bool,
     out: Tensor,
+    scale: RowScale | None = None,
 ) -> None:
     """One program per block of rows; arguments as checked by kernels/rms_norm.py."""
     parts, stride_part = 1, 0
@@ -106,7 +119,9 @@ def launch_rms_norm(
     num_rows = x.shape[0] * heads
     if num_rows == 0:
         return
-    block_dim = next_power_of_2(dim)
+    squares, size, scale_eps = scale or (None, 1, 0.0)
+    num_squares = 0 if squares is None else squares.shape[1]
+    block_dim = next_power_of_2(max(dim, num_squares))
     block_rows = max(1, 1024 // block_dim)
     added = x if residual is None else residual
     launch(
@@ -115,6 +130,7 @@ def launch_rms_norm(
         x,
         added,
         weight,
+        squares,
         out,
         stride_part,
         x.stride(0),
@@ -126,9 +142,12 @@ def launch_rms_norm(
         num_rows,
         heads,
         eps,
+        size,
+        scale_eps,
         DIM=dim,
         ADD=residual is not None,
         PARTS=parts,
+        SQUARES=num_squares,
         UNIT_OFFSET=unit_offset,
         WIDE=wide,
         BLOCK_ROWS=block_rows,

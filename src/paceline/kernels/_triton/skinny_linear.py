@@ -3,7 +3,8 @@
 The weight is read once, as fast as memory gives it; what counts is how many bytes are on their way.
 One token: each program holds whole weight rows in registers, asked for in one go, before it waits
 for x; where all of a weight can be on its way at once, few programs ask for it, some rows into
-registers and the others through a ring.  More tokens: the product is taken transposed,
+registers and the others through a ring; rows of some lengths all go through a ring, which is filled
+before the wait.  More tokens: the product is taken transposed,
 [features, tokens] = W x^T, so that the weight is the tall operand of the matrix unit, through a
 ring of four tiles or five.
 
@@ -18,7 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import (
+    launch,
+    let_next_start,
+    overlap_options,
+    wait_for_inputs,
+    wait_within,
+)
 from paceline.kernels._triton.primitives import biased_activation, dot
 from paceline.kernels._triton.runtime import (
     cdiv,
@@ -40,6 +47,11 @@ _MOST_CHUNKS = 7  # of a row
 # each has in registers, stages of its ring, numbers of a row.  The fastest on an H200 of 2 to 8
 # programs, 0 to 8 rows and 3 to 6 stages, for rows of 5,120.
 _HOLDERS, _HELD, _HELD_STAGES, _HELD_COLS = 4, 3, 4, (4096, 5120)
+# Of one token and a weight too large for that: rings of a processor, rows of a round, stages,
+# warps, numbers of a row, rows from which on it gains.  The fastest on an H200 of 1 to 8 rings, 2
+# to 8 rows, 3 to 11 stages and 4 or 8 warps, for 10,576 rows of 2,560.
+_RINGS, _RING_ROWS, _RING_STAGES, _RING_WARPS = 2, 4, 6, 4
+_RING_COLS, _RING_LEAST = (2048, 2560), 10_240
 
 
 @triton.jit
@@ -159,6 +171,51 @@ def _held_linear_kernel(
 
 
 @triton.jit
+def _ring_linear_kernel(
+    x_ptr,  # [CHUNKS * BLOCK_COLS]
+    weight_ptr,  # [out_features, CHUNKS * BLOCK_COLS]
+    out_ptr,  # [out_features]
+    stride_weight_row,
+    out_features,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """A program has every so many rows, at least once.  It waits in its first round, when its ring
+    is filled."""
+    cols = tl.arange(0, BLOCK_COLS)
+    rows = tl.arange(0, BLOCK_ROWS)
+    first = tl.program_id(0) * BLOCK_ROWS
+    let_next_start(OVERLAPPED)
+    xs = ()
+    for _chunk in tl.static_range(CHUNKS):
+        xs += (tl.zeros([BLOCK_COLS], x_ptr.dtype.element_ty),)
+    for begin in tl.range(first, out_features, tl.num_programs(0) * BLOCK_ROWS, num_stages=STAGES):
+        features = begin + rows
+        row_ptrs = weight_ptr + features.to(tl.int64)[:, None] * stride_weight_row + cols[None, :]
+        live = features < out_features
+        if begin == first:
+            behind = wait_within(begin, OVERLAPPED)
+            found = ()
+            for chunk in tl.static_range(CHUNKS):
+                found += (tl.load(x_ptr + behind + chunk * BLOCK_COLS + cols),)
+            xs = found
+        sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            weight = tl.load(
+                row_ptrs + chunk * BLOCK_COLS,
+                mask=live[:, None],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            sums += weight.to(tl.float32) * xs[chunk].to(tl.float32)[None, :]
+        result = tl.sum(sums, axis=1).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + features, result, mask=live)
+
+
+@triton.jit
 def meet(
     acc,  # [FEATURES, TOKENS] float32
     partial_ptr,  # [SPLITS, tiles, FEATURES, TOKENS] float32
@@ -262,6 +319,14 @@ def _is_held(out_features: int, inner: int, device: torch.device) -> bool:
     return above < inner <= most and _chunks(inner) > 1 and rows < _HELD + _HELD_STAGES
 
 
+def _is_ringed(out_features: int, inner: int, device: torch.device) -> bool:
+    """Whether rings of such rows fit a processor, and enough rows pass."""
+    above, most = _RING_COLS
+    ring_bytes = _RINGS * (_RING_STAGES - 1) * _RING_ROWS * inner * 2
+    fits = above < inner <= most and _chunks(inner) > 1 and out_features >= _RING_LEAST
+    return fits and ring_bytes < shared_memory_bytes(device)
+
+
 def launch_skinny_linear(
     x: Tensor,
     weight: Tensor,
@@ -296,6 +361,25 @@ def launch_skinny_linear(
             STAGES=_HELD_STAGES,
             num_warps=4,
             **overlap_options(x.device, _held_linear_kernel),
+        )
+        return
+    if tokens == 1 and is_plain and _is_ringed(out_features, inner, x.device):
+        chunks = _chunks(inner)
+        programs = min(_RINGS * multiprocessors(x.device), cdiv(out_features, _RING_ROWS))
+        launch(
+            _ring_linear_kernel,
+            (programs,),
+            x,
+            weight,
+            out,
+            weight.stride(0),
+            out_features,
+            BLOCK_ROWS=_RING_ROWS,
+            BLOCK_COLS=inner // chunks,
+            CHUNKS=chunks,
+            STAGES=_RING_STAGES,
+            num_warps=_RING_WARPS,
+            **overlap_options(x.device, _ring_linear_kernel),
         )
         return
     if tokens == 1:

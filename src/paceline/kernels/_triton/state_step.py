@@ -16,11 +16,7 @@ from paceline.kernels._triton.decay_rates import step_of
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels._triton.state_parts import slots_of, state_tile
-
-# (columns of a program's states, warps) where programs are many and where they are few; the fastest
-# on an H200 of 16 to 128 columns and 1 to 8 warps.
-_WIDE, _NARROW = (64, 2), (32, 1)
-_MANY_PROGRAMS = 256  # wide ones: two for each processor
+from paceline.kernels.state_step import step_tile
 
 
 @triton.jit
@@ -91,6 +87,9 @@ def _state_step_kernel(
     rate_bias_ptr,  # [heads] float32, without rates
     log_ptr,  # [heads] float32, without rates
     skip_ptr,  # [heads] or None
+    z_ptr,  # [reqs, heads, VALUE_DIM] or None
+    norm_weight_ptr,  # [heads, VALUE_DIM], with z
+    squares_ptr,  # [reqs, heads, tiles] float32, with z
     state_ptr,  # [num_slots, heads, KEY_DIM, VALUE_DIM]
     arrived_ptr,  # [reqs, key_heads] int32, all 0
     out_ptr,  # [reqs, heads, VALUE_DIM]
@@ -99,6 +98,7 @@ def _state_step_kernel(
     stride_slots,
     stride_decay_req,
     stride_rate_req,  # without rates that of a part of decay
+    stride_z_req,
     least,
     most,
     heads,
@@ -145,8 +145,14 @@ def _state_step_kernel(
     if rate_ptr is None:
         rate_bias = tl.load(rate_bias_ptr + head)
         speed = tl.exp(tl.load(log_ptr + head))
+    of_value = head * VALUE_DIM + cols
+    # Behind a gate stands a product, which may ask for its weights meanwhile.
+    if z_ptr is not None:
+        norm_weight = tl.load(norm_weight_ptr + of_value, mask=is_col, other=0.0).to(tl.float32)
+        let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
-    let_next_start(OVERLAPPED)
+    if z_ptr is None:
+        let_next_start(OVERLAPPED)
     inputs_ptr += req * stride_inputs_req
     row_q = tl.load(
         inputs_ptr + at_q // PART * stride_inputs_part + at_q % PART, mask=is_dim, other=0.0
@@ -157,6 +163,8 @@ def _state_step_kernel(
     row_v = tl.load(
         inputs_ptr + at_v // PART * stride_inputs_part + at_v % PART, mask=is_col, other=0.0
     )
+    if z_ptr is not None:
+        z = tl.load(z_ptr + req * stride_z_req + of_value, mask=is_col, other=0.0).to(tl.float32)
     decay_ptr += req * stride_decay_req
     if rate_ptr is not None:
         decay = tl.load(decay_ptr + head)
@@ -166,10 +174,6 @@ def _state_step_kernel(
         a = tl.load(decay_ptr + (PER_PART if DELTA else 0)).to(tl.float32)
         if DELTA:
             b = tl.load(decay_ptr).to(tl.float32)
-    # Behind the loads, which would wait for its answer; every thread's columns are read before it.
-    tl.debug_barrier()
-    arrived_ptr += req * (heads // PER_KEY) + key_head
-    num_arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
     if rate_ptr is None:
         rate = step_of(a + rate_bias, least, most)
         decay = -speed * rate
@@ -191,8 +195,18 @@ def _state_step_kernel(
     behind = kept * state + k[:, None] * u[None, :]
     if skip_ptr is not None:
         out += tl.load(skip_ptr + head).to(tl.float32) * v
-    out_ptrs = out_ptr + (req * heads + head) * VALUE_DIM + cols
+    if z_ptr is not None:
+        out *= z / (1.0 + tl.exp(-z))
+        squares = tl.sum(tl.where(is_col, out * out, 0.0), axis=0)
+        tl.store(squares_ptr + (req * heads + head) * tl.num_programs(0) + tile, squares)
+        out *= norm_weight
+    out_ptrs = out_ptr + req * heads * VALUE_DIM + of_value
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_col)
+    # Relaxed: an order would wait for states that others write.  None is needed: what is stored
+    # above is made of every column of the window that this program read.
+    tl.debug_barrier()
+    arrived_ptr += req * (heads // PER_KEY) + key_head
+    num_arrived = tl.atomic_add(arrived_ptr, 1, sem="relaxed")
     state_ptrs, _ = state_tile(state_ptr, written, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
     tl.store(state_ptrs, behind.to(state_ptr.dtype.element_ty), mask=is_state)
     if num_arrived == PER_KEY * tl.num_programs(0) - 1:
@@ -217,18 +231,20 @@ def launch_state_step(
     least: float,
     most: float,
     skip: Tensor | None,
+    z: Tensor | None,
+    norm_weight: Tensor | None,
     is_delta: bool,
     state: Tensor,
     arrived: Tensor,
     out: Tensor,
+    squares: Tensor | None,
 ) -> None:
     """A program for some columns of each head of each request; arguments as kernels/state_step.py
     checks them."""
     reqs, heads, value_dim = out.shape
     key_dim, key_heads = state.shape[2], arrived.shape[1]
-    wide = reqs * heads * cdiv(value_dim, _WIDE[0])
-    columns, warps = _WIDE if wide >= _MANY_PROGRAMS else _NARROW
-    block_v = min(columns, next_power_of_2(value_dim))
+    tile = step_tile(reqs * heads, value_dim)
+    block_v = min(tile.columns, next_power_of_2(value_dim))
     launch(
         _state_step_kernel,
         (cdiv(value_dim, block_v), heads, reqs),
@@ -242,6 +258,9 @@ def launch_state_step(
         rate_bias,
         log,
         skip,
+        z,
+        norm_weight,
+        squares,
         state,
         arrived,
         out,
@@ -250,6 +269,7 @@ def launch_state_step(
         slots.stride(0),
         decay.stride(0),
         decay.stride(1) if rate is None else rate.stride(0),
+        0 if z is None else z.stride(0),
         least,
         most,
         heads,
@@ -266,6 +286,6 @@ def launch_state_step(
         WINDOW=window.shape[2],
         BLOCK_K=next_power_of_2(key_dim),
         BLOCK_V=block_v,
-        num_warps=warps,
+        num_warps=tile.warps,
         **overlap_options(state.device, _state_step_kernel),
     )

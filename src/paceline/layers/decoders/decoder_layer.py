@@ -6,13 +6,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from paceline.layers.attention import StepContext
-from paceline.layers.rank_sum import Unsummed, rows_of
+from paceline.layers.rank_sum import Delta, rows_of
 
 
 class HiddenStream(NamedTuple):
     """What a layer hands on; the two are not added yet."""
 
-    delta: Tensor | Unsummed  # [rows, hidden]  of its last block
+    delta: Delta  # [rows, hidden]  of its last block
     residual: Tensor  # [rows, hidden]  the stream before that
 
     def only(self, rows: Tensor | None) -> "HiddenStream":
@@ -32,20 +32,18 @@ class DecoderLayer(nn.Module):
     @abstractmethod
     def mix(
         self,
-        delta: Tensor | Unsummed | None,
+        delta: Delta | None,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
-    ) -> Tensor | Unsummed:
+    ) -> Delta:
         """residual += delta; returns what mixing adds to it, which is not added yet.
 
         delta, residual [tokens, hidden]; positions as of `CausalLM`.  Mutates residual.
         """
 
     @abstractmethod
-    def feed(
-        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
-    ) -> Tensor | Unsummed:
+    def feed(self, mixed: Delta, residual: Tensor, ctx: StepContext, rows: Tensor | None) -> Delta:
         """residual += mixed; returns what the feed-forward block adds to it, not added yet.
 
         mixed, residual [rows, hidden]; rows [rows] int64, which tokens of the step they are; None:
@@ -54,7 +52,7 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        delta: Tensor | Unsummed | None,
+        delta: Delta | None,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,

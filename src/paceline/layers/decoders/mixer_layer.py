@@ -7,7 +7,7 @@ from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
 from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.mixers.mamba2 import Mamba2
-from paceline.layers.rank_sum import Unsummed
+from paceline.layers.rank_sum import Delta
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement
 
@@ -19,21 +19,20 @@ class MixerLayer(DecoderLayer):
         self, config: ModelConfig, mixer: Mamba2, *, parallel: Parallel, placement: Placement
     ) -> None:
         super().__init__()
+        mixer.leave_scale()
         self.mixer = mixer
         self.norm = hidden_norm(config, placement)
 
     def mix(
         self,
-        delta: Tensor | Unsummed | None,
+        delta: Delta | None,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
-    ) -> Tensor:
+    ) -> Delta:
         x = self.norm(residual) if delta is None else self.norm.add(delta, residual)
-        out: Tensor = self.mixer(x, positions, ctx)
+        out: Delta = self.mixer(x, positions, ctx)
         return out
 
-    def feed(
-        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
-    ) -> Tensor | Unsummed:
+    def feed(self, mixed: Delta, residual: Tensor, ctx: StepContext, rows: Tensor | None) -> Delta:
         return mixed  # which the next norm adds

@@ -8,7 +8,7 @@ from paceline.layers.attention import StepContext
 from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
-from paceline.layers.rank_sum import Unsummed, total
+from paceline.layers.rank_sum import Delta, total
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement
 
@@ -32,7 +32,7 @@ class PostNormLayer(DecoderLayer):
 
     def mix(
         self,
-        delta: Tensor | Unsummed | None,
+        delta: Delta | None,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
@@ -42,9 +42,7 @@ class PostNormLayer(DecoderLayer):
         out: Tensor = self.attention_norm(self.attention(residual, positions, ctx))
         return out
 
-    def feed(
-        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
-    ) -> Tensor:
+    def feed(self, mixed: Delta, residual: Tensor, ctx: StepContext, rows: Tensor | None) -> Tensor:
         residual.add_(total(mixed))
         out: Tensor = self.output_norm(self.mlp(residual))
         return out

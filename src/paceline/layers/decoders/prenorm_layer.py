@@ -12,7 +12,7 @@ from paceline.layers.mixers.mamba2 import Mamba2
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import feed_forward
-from paceline.layers.rank_sum import Unsummed, leave_sums, total
+from paceline.layers.rank_sum import Delta, leave_sums, total
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement
 
@@ -41,19 +41,17 @@ class PreNormLayer(DecoderLayer):
 
     def mix(
         self,
-        delta: Tensor | Unsummed | None,
+        delta: Delta | None,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
-    ) -> Tensor | Unsummed:
+    ) -> Delta:
         norm = self.input_norm
         x = norm(residual) if delta is None else norm.add(delta, residual)
         return self._scaled(self.attention(x, positions, ctx))
 
-    def feed(
-        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
-    ) -> Tensor | Unsummed:
+    def feed(self, mixed: Delta, residual: Tensor, ctx: StepContext, rows: Tensor | None) -> Delta:
         return self._scaled(self.mlp(self.mlp_norm.add(mixed, residual)))
 
-    def _scaled(self, x: Tensor | Unsummed) -> Tensor | Unsummed:
+    def _scaled(self, x: Delta) -> Delta:
         return x if self.scale is None else total(x).mul_(self.scale)

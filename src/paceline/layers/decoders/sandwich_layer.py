@@ -8,7 +8,7 @@ from paceline.layers.attention import StepContext
 from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
-from paceline.layers.rank_sum import Unsummed
+from paceline.layers.rank_sum import Delta
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement
 
@@ -49,7 +49,7 @@ class SandwichLayer(DecoderLayer):
 
     def mix(
         self,
-        delta: Tensor | Unsummed | None,
+        delta: Delta | None,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
@@ -59,8 +59,6 @@ class SandwichLayer(DecoderLayer):
         out: Tensor = self.attention_norm(self.attention(x, positions, ctx))
         return out
 
-    def feed(
-        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
-    ) -> Tensor:
+    def feed(self, mixed: Delta, residual: Tensor, ctx: StepContext, rows: Tensor | None) -> Tensor:
         out: Tensor = self.output_norm(self.mlp(self.mlp_norm.add(mixed, residual)))
         return out

@@ -9,7 +9,7 @@ from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.mixers.mamba2 import Mamba2
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
-from paceline.layers.rank_sum import Unsummed
+from paceline.layers.rank_sum import Delta
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement
 
@@ -38,7 +38,7 @@ class SideLayer(DecoderLayer):
 
     def mix(
         self,
-        delta: Tensor | Unsummed | None,
+        delta: Delta | None,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
@@ -48,8 +48,6 @@ class SideLayer(DecoderLayer):
         both: Tensor = self.attention(x, positions, ctx).mul_(factors.attention)
         return both.add_(self.mixer(x, positions, ctx), alpha=factors.state)
 
-    def feed(
-        self, mixed: Tensor | Unsummed, residual: Tensor, ctx: StepContext, rows: Tensor | None
-    ) -> Tensor:
+    def feed(self, mixed: Delta, residual: Tensor, ctx: StepContext, rows: Tensor | None) -> Tensor:
         out: Tensor = self.mlp(self.mlp_norm.add(mixed, residual)).mul_(self.factors.down)
         return out

@@ -11,9 +11,11 @@ from paceline.attention.linear.shape import LinearShape
 from paceline.core.model.config import GateOrder, ModelConfig
 from paceline.core.parallel import Parallel, whole
 from paceline.kernels.decay_rates import RawRates
-from paceline.kernels.gated_norm import gated_norm
+from paceline.kernels.gated_norm import Gate, gated_norm
+from paceline.kernels.rms_norm import RowScale
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
+from paceline.layers.rank_sum import Unscaled
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement, empty_parameter
 
@@ -50,6 +52,11 @@ class Mamba2(nn.Module):
         if own.order is not GateOrder.GATE:
             self.norm = RMSNorm(inner, config.rms_norm_eps, placement=placement)
         self.out_proj = Linear(whole(inner), hidden, bias=own.out_bias, placement=placement)
+        # What is not scaled yet may exceed float16; a bias, or one of several groups, would not be
+        # scaled behind the product as before it.
+        is_whole = own.order is GateOrder.GATE_NORM and self.num_groups == 1 and not own.out_bias
+        self._can_leave = is_whole and placement.dtype is not torch.float16
+        self._leaves = False
         self.scales: Tensor | None = None  # [z, x, B, C, dt]  the model's dtype
         if own.scales is not None:
             each = zip((inner, inner, *[shape.key_size] * 2, heads), own.scales, strict=True)
@@ -57,7 +64,11 @@ class Mamba2(nn.Module):
                 [torch.full((size,), scale, device=placement.device) for size, scale in each]
             ).to(placement.dtype)
 
-    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+    def leave_scale(self) -> None:
+        """Return an `Unscaled`, for `RMSNorm.add`, in steps whose backend gates at once."""
+        self._leaves = self._can_leave
+
+    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor | Unscaled:
         """x [tokens, hidden] -> [tokens, hidden]; nothing turns by positions."""
         projected = self.in_proj(x)
         if self.scales is not None:
@@ -72,8 +83,14 @@ class Mamba2(nn.Module):
             rates=rates,
             skip=self.skip,
         )
-        y = ctx.mix(self.layer_id, inputs).flatten(1)
         norm = self.norm
+        if self._leaves:
+            assert norm is not None, "a scale is left of one"
+            found = ctx.mix_gated(self.layer_id, inputs, Gate(z, norm.weight))
+            if found is not None:
+                scale = RowScale(found.squares, z.shape[1], norm.eps)
+                return Unscaled(self.out_proj(found.rows), scale)
+        y = ctx.mix(self.layer_id, inputs).flatten(1)
         gated = gated_norm(
             y,
             z,
