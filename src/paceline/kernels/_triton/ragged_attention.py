@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels._check import is_copyable
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import dot, scores_log2, softmax_finish, softmax_step
 from paceline.kernels._triton.runtime import (
@@ -37,8 +38,6 @@ _MANY = TileConfig(block_rows=_MANY_ROWS, block_keys=_KEYS, num_warps=8, num_sta
 _LEAST_TOKENS = 1024  # below, few processors have work
 _MAJOR = 9  # of the compute capability: later ones multiply otherwise
 _DIM = 128  # of a head; of 64 the other kernel is as fast
-_DTYPES = (torch.bfloat16, torch.float16)
-_ALIGNMENT = 16  # bytes, of what the copy engine reads: first numbers of rows
 # Of keys with shared columns: tiles in 16 bits, and in 32.
 _SHARING = TileConfig(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
 _SHARING_WIDE = TileConfig(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
@@ -347,16 +346,9 @@ def fits_groups(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
         and arch[0] == _MAJOR
         and q.shape[0] >= _LEAST_TOKENS
         and out.dtype == q.dtype
-        and all(map(_is_readable, (q, k, v)))
+        and all(is_copyable(x) and x.shape[2] == x.stride(1) == _DIM for x in (q, k, v))
+        and k.shape[0] > 0
     )
-
-
-def _is_readable(x: Tensor) -> bool:
-    """Whether the copy engine reads tiles of its heads."""
-    places = (x.stride(0), x.storage_offset())
-    is_aligned = all(place * x.element_size() % _ALIGNMENT == 0 for place in places)
-    is_dense = x.shape[2] == x.stride(1) == _DIM and x.stride(2) == 1
-    return x.dtype in _DTYPES and is_aligned and is_dense and x.shape[0] > 0
 
 
 def _usual_tiles(
