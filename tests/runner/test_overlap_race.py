@@ -4,15 +4,13 @@ A slot whose copy has not been executed yet must not be rewritten.  With one slo
 rewrites the first one's facts before they travel.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
-import torch
 from tiny_runner import Driver, TinyModel, random_prompts
 
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT
-from paceline.runner.streams import CudaStream, DeferredStream, Stream
+from paceline.runner.streams import DeferredStream, Stream
 
 PROMPTS = dict(zip(range(1, 5), random_prompts([5, 9, 4, 7]), strict=True))
 Tokens = dict[int, list[int]]
@@ -83,31 +81,3 @@ def test_a_full_ring_of_launches_rewrites_no_slot_in_use(tiny: TinyModel, depth:
         driver.collect(launched)
     wanted = {row: tiny.greedy(prompt, 2) for row, prompt in PROMPTS.items()}
     assert (driver.tokens == wanted) == (depth == RING_DEPTH)
-
-
-def test_pieces_within_a_block_enter_the_stream_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-
-    @contextmanager
-    def current(stream: object) -> Iterator[None]:
-        events.append("in")
-        yield
-        events.append("out")
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    monkeypatch.setattr(torch.cuda, "stream", current)
-    stream = CudaStream(torch.device("cuda", 0))
-
-    def work() -> None:
-        events.append("work")
-
-    with stream.entered():
-        stream.run(work)
-        stream.run(work)
-    stream.run(work)
-    assert events == ["in", "work", "work", "out", "in", "work", "out"]
-    with pytest.raises(ValueError, match="half-way"), stream.entered():
-        raise ValueError("half-way")
-    events.clear()
-    stream.run(work)
-    assert events == ["in", "work", "out"]
