@@ -109,10 +109,6 @@ class ModelRunner:
 
     def launch(self, step: Step) -> LaunchedStep:
         """Queue one step; returns at once on an asynchronous device."""
-        with self._stream.entered():
-            return self._launch(step)
-
-    def _launch(self, step: Step) -> LaunchedStep:
         slot = self._staging.slot(step.epoch)
         # A steady decode has none.
         copies = self._parts.table.stage(step.deltas, slot) if step.deltas else []

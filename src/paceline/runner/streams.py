@@ -7,8 +7,7 @@ then, show on a CPU every time.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -35,11 +34,6 @@ class Stream(ABC):
     @abstractmethod
     def record(self) -> StreamEvent:
         """An event after all work queued so far."""
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Within the block several pieces of work cost the host what one does beside its own."""
-        yield
 
     def synchronize(self) -> None:
         """Wait for all work queued so far."""
@@ -105,25 +99,10 @@ class CudaStream(Stream):
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._is_entered = False
 
     def run(self, work: Work) -> None:
-        if self._is_entered:
-            work()
-            return
         with torch.cuda.stream(self._stream):
             work()
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Current once, not for each piece."""
-        assert not self._is_entered, "blocks do not nest"
-        self._is_entered = True
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            self._is_entered = False
 
     def record(self) -> StreamEvent:
         return _CudaEvent(self._stream)
