@@ -54,7 +54,7 @@ def test_rows_behind_the_last_request_are_nobodys(run: Run, pooling: Pooling) ->
 def test_each_request_is_pooled_as_alone_in_float64(
     run: Run, dtype: torch.dtype, pooling: Pooling
 ) -> None:
-    lens = [1, 70, 0, 33, 2]
+    lens = [1, 170, 0, 33, 2]
     hidden = torch.randn(sum(lens), 200, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = pooled(run, hidden, lens, pooling)
     for row, part in zip(found, hidden.split(lens), strict=True):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,16 +29,22 @@ def run_triton(
     into: KVSlots | None,
     rope: Rope | None,
     norms: HeadNorms | None,
+    block_tokens: int | None = None,
 ) -> None:
     from paceline.kernels._triton.rope_write_kv import launch_rope_write_kv
 
     weights = norms or (None, None, 0.0, False)
     turned = (None, None, 0, ()) if rope is None else (*rope[:3], rope.flat_columns)
     places = into or (None,) * len(KVSlots._fields)
-    launch_rope_write_kv(q, k, v, *turned, *weights, *places, block_heads=2)
+    launch_rope_write_kv(
+        q, k, v, *turned, *weights, *places, block_tokens=block_tokens, block_heads=2
+    )
 
 
-RUNS = pytest.mark.parametrize("run", [rope_write_kv, run_triton], ids=["op", "triton"])
+run_together = partial(run_triton, block_tokens=5)  # all of a case in a program
+RUNS = pytest.mark.parametrize(
+    "run", [rope_write_kv, run_triton, run_together], ids=["op", "triton", "together"]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,3 +301,18 @@ def test_bad_argument_is_named_with_what_was_expected() -> None:
         operands = {"q": good.q, "k": good.k, "v": good.v, "into": into, "rope": rope}
         with pytest.raises(KernelArgumentError, match=text):
             rope_write_kv(**(operands | {"norms": norms} | change))
+
+
+def test_many_tokens_are_two_to_a_program_where_these_divide_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from paceline.kernels._triton import rope_write_kv as kernel
+
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(kernel, "launch", lambda _, grid, *args, **asked: grids.append(grid))
+    for tokens in (1, 2046, 2048, 2049):
+        x = torch.zeros(tokens, 1, 2)
+        run_triton(
+            x, x, None, into=None, rope=Rope(table(2), torch.zeros(tokens).long()), norms=None
+        )
+    assert [grid[0] for grid in grids] == [1, 2046, 1024, 2049]

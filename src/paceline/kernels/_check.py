@@ -3,9 +3,12 @@
 from importlib.util import find_spec
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
+
+COPY_ALIGNMENT = 16  # bytes, of what the copy engine reads: first numbers of rows
 
 
 def reject(name: str, *, expected: str, got: Tensor | None, remedy: str) -> NoReturn:
@@ -20,6 +23,14 @@ def describe(tensor: Tensor | None) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     strides = list(tensor.stride())
     return f"{dtype} {list(tensor.shape)} with strides {strides} on {tensor.device}"
+
+
+def is_copyable(x: Tensor) -> bool:
+    """Whether the copy engine reads tiles of x: numbers of 16 bits, the last dimension contiguous,
+    rows at multiples of COPY_ALIGNMENT."""
+    places = (*x.stride()[:-1], x.storage_offset())
+    is_aligned = all(place * x.element_size() % COPY_ALIGNMENT == 0 for place in places)
+    return x.dtype in (torch.bfloat16, torch.float16) and is_aligned and x.stride(-1) == 1
 
 
 def require_triton(op: str, *, otherwise: str) -> None:

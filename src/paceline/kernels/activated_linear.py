@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.kernels._check import reject, require_triton
+from paceline.kernels._check import COPY_ALIGNMENT, is_copyable, reject, require_triton
 from paceline.kernels.act_and_mul import act_and_mul, activate, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.skinny_linear import require_bias
@@ -25,8 +25,6 @@ MOST_INNER = 1024  # of the inner dimension: longer sums want other tiles, and g
 LONG_TOKENS, LONG_INNER = 256, 4096
 _LEAST_FILL = 0.8  # of the turns' processors
 _MAJOR = 9  # of the compute capability where tiles were measured; others have less memory for them
-_DTYPES = (torch.bfloat16, torch.float16)
-_ALIGNMENT = 16  # bytes, of what the copy engine reads: first numbers of rows
 
 
 class ProductTile(NamedTuple):
@@ -112,15 +110,12 @@ def activated_linear(
 
 def _is_readable(x: Tensor) -> bool:
     """Whether the copy engine reads tiles of it."""
-    places = (x.stride(0), x.storage_offset())
-    is_aligned = all(place * x.element_size() % _ALIGNMENT == 0 for place in places)
-    is_dense = x.stride(1) == 1 and x.shape[1] % PLAIN_TILE.inner == 0
-    return x.dtype in _DTYPES and is_aligned and is_dense
+    return is_copyable(x) and x.shape[1] % PLAIN_TILE.inner == 0
 
 
 def _multiple_of_rows(x: Tensor, *, gated: bool) -> int:
-    """Of a weight: rows of the result then lie at multiples of _ALIGNMENT."""
-    return _ALIGNMENT // x.element_size() * (1 + gated)
+    """Of a weight: rows of the result then lie at multiples of COPY_ALIGNMENT."""
+    return COPY_ALIGNMENT // x.element_size() * (1 + gated)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
@@ -130,7 +125,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> No
             expected = f"16-bit [rows, {PLAIN_TILE.inner} times a number], rows at multiples of "
             reject(
                 name,
-                expected=f"{expected}{_ALIGNMENT} bytes, dtype and last dimension those of x",
+                expected=f"{expected}{COPY_ALIGNMENT} bytes, dtype and last dimension those of x",
                 got=given,
                 remedy="take linear and act_and_mul",
             )

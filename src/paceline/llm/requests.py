@@ -126,45 +126,44 @@ class Requests:
 
 
 def finish(
-    engine: Engine, queued: Sequence[Tracker | RequestOutput], *, shown: bool | None
+    engine: Engine, queued: list[Tracker] | list[Tracker | RequestOutput], *, shown: bool | None
 ) -> list[RequestOutput]:
-    """Run requests to their end; outputs in their order.  shown: as `use_tqdm` of LLM.generate."""
+    """Run requests to their end; outputs in their order.  Empties `queued`.  shown: as `use_tqdm`
+    of LLM.generate."""
     return finish_as(engine, queued, list, shown=shown)
 
 
 def finish_as(
     engine: Engine,
-    queued: Sequence[Tracker | RequestOutput],
+    queued: list[Tracker] | list[Tracker | RequestOutput],
     make: Callable[[list[RequestOutput]], list[T]],
     *,
     shown: bool | None,
 ) -> list[T]:
     """As `finish`, in the form that `make` gives outputs: those that end together at once, while
-    the next step runs.  Raises what `make` raises; nothing is left running then."""
-    trackers = [each for each in queued if isinstance(each, Tracker)]
-    refused = [each for each in queued if not isinstance(each, Tracker)]
-    made: dict[Tracker, T] = {}
+    the next step runs, which hides what letting go of their requests takes, too.  Raises what
+    `make` raises; nothing is left running then."""
+    count, made = len(queued), dict[int, T]()
+    refused = {i: each for i, each in enumerate(queued) if isinstance(each, RequestOutput)}
+    left = {each: i for i, each in enumerate(queued) if isinstance(each, Tracker)}
+    queued.clear()
 
     def take(ended: list[Tracker]) -> None:
         found = make([each.snapshot() for each in ended])
-        made.update(zip(ended, found, strict=True))
+        made.update(zip(map(left.pop, ended), found, strict=True))
         bar.advance(len(ended))
 
     try:
-        with Progress("prompts", len(trackers), unit="prompt", shown=shown) as bar:
-            take([each for each in trackers if each.is_finished])
-            left = set(trackers) - made.keys()
+        with Progress("prompts", len(left), unit="prompt", shown=shown) as bar:
+            take([each for each in left if each.is_finished])
             while left and engine.has_work:
-                grown = engine.step()
-                done = [each for each in grown if each.is_finished and each in left]
-                left.difference_update(done)
-                take(done)
+                take([each for each in engine.step() if each.is_finished and each in left])
             if left:  # which no turn ended
-                take([each for each in trackers if each in left])
+                take([*left])
     finally:
-        abort_all(engine, trackers)
-    others = iter(make(refused))
-    return [made[each] if isinstance(each, Tracker) else next(others) for each in queued]
+        abort_all(engine, [*left])
+    made.update(zip(refused, make([*refused.values()]), strict=True))
+    return [made[i] for i in range(count)]
 
 
 def abort_all(engine: Engine, requests: Sequence[Tracker | RequestOutput]) -> None:

@@ -361,6 +361,7 @@ def _request_table(
         has_encoder=any(layer.reads_encoder for layer in config.layers),
         block_ends=block_ends,
         tells_types=config.tells_types,
+        samples=End.GENERATE in config.ends,
     )
 
 

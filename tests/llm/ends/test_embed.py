@@ -1,5 +1,6 @@
 """LLM.embed: vectors of decoders are those of transformers, however prompts are computed."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from paceline.core.modes import End, Pooling
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Step
 from paceline.engine.answers.outputs import RequestOutput
+from paceline.engine.answers.tracker import Tracker
 from paceline.llm.admission import Admission, AdmittedPrompt
 from paceline.llm.boot import Knobs
 from paceline.llm.ends.vectors import EmbeddingOutput, VectorParams, embeddings
@@ -132,6 +134,30 @@ def test_vectors_are_made_while_other_texts_run(
         with pytest.raises(RequestError, match=r" failed$"):
             llm.embed(prompts)
         assert_idle(llm)
+
+
+def test_texts_that_have_their_vectors_are_let_go_of_while_others_run(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, held = random_prompts((9, 11, 3, 4, 5, 12)), list[weakref.ref[Tracker]]()
+    alive: list[int] = []
+    with make_llm(embedder, max_num_batched_tokens=20, max_num_seqs=3) as llm:
+        add = llm.engine.add
+
+        def hold(*args: Any, **asked: Any) -> Tracker:
+            tracker = add(*args, **asked)
+            held.append(weakref.ref(tracker))
+            return tracker
+
+        def note(outputs: list[RequestOutput], params: VectorParams) -> list[EmbeddingOutput]:
+            alive.extend([sum(each() is not None for each in held)] * len(outputs))
+            return embeddings(outputs, params)
+
+        monkeypatch.setattr(llm.engine, "add", hold)
+        monkeypatch.setattr("paceline.llm.llm.embeddings", note)
+        llm.embed(prompts)
+    assert alive[0] == len(prompts) == len(alive)
+    assert alive[-1] == alive.count(alive[-1]) < len(prompts)  # those that end last, alone
 
 
 def test_outputs_that_end_together_are_made_in_the_order_of_their_texts(

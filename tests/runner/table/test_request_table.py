@@ -97,3 +97,22 @@ def test_rows_that_enter_together_hold_what_they_would_one_by_one(
         stage(apart, replace(delta, packed_ids=None) if isinstance(delta, JoinDelta) else delta)
     for name, tensor in together.named_tensors().items():
         assert torch.equal(tensor, apart.named_tensors()[name]), name
+
+
+def test_what_nobody_samples_stays_on_the_host() -> None:
+    table, sampling = make_table(samples=False), make_table().sampling
+    assert stage(table, join(1, (4, 5, 6)), join(2, (7, 8, 9))) == 2
+    assert table.token_ids[1:3, :3].tolist() == [[4, 5, 6], [7, 8, 9]]
+    assert torch.equal(table.sampling.ints, sampling.ints)
+    assert torch.equal(table.sampling.floats, sampling.floats)
+
+
+@pytest.mark.parametrize(("length", "width"), [(4, 8), (3, 3)])
+def test_prompts_that_half_fill_their_rows_are_copied_with_them(length: int, width: int) -> None:
+    """As one piece of memory; others leave alone what is behind the longest."""
+    table = make_table()
+    slot = StagingRing(1 << 16, pinned=False).slot(0)
+    target, staged = table.stage([join(row, (5,) * length) for row in (1, 2)], slot)[0]
+    assert target.shape == staged.shape == (2, width)
+    assert target.is_contiguous() is (width == 8)
+    assert staged.tolist() == [[5] * length + [0] * (width - length)] * 2

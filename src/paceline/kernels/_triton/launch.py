@@ -34,7 +34,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from paceline.kernels._triton.runtime import interpreted
 
@@ -58,11 +57,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         kernel.warmup(*args, grid=grid, **options)
 
 
-def _specialised(argument: object) -> Hashable:
+def _specialised(argument: Any) -> Hashable:
     """All of a launch's argument that a compiled kernel may depend on, and more."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT
-    if isinstance(argument, TensorDescriptor):
+    if hasattr(argument, "block_shape"):  # a descriptor of Triton's, or of Gluon's
         return argument.base.dtype, tuple(argument.block_shape)
     assert isinstance(argument, Hashable), argument
     return argument

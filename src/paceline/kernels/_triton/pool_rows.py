@@ -7,7 +7,7 @@ from torch import Tensor
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv
 
-_COLUMNS, _TOKENS = 128, 32  # of one program; of one of its loads
+_COLUMNS, _TOKENS = 64, 128  # of one program; of one of its loads
 
 
 @triton.jit

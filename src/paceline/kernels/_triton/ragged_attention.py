@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels._check import is_copyable
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import dot, scores_log2, softmax_finish, softmax_step
 from paceline.kernels._triton.runtime import (
@@ -24,6 +25,7 @@ from paceline.kernels._triton.runtime import (
     interpreted,
     keys_per_stage,
 )
+from paceline.kernels.stand_in import capability, device_type
 
 _KEYS = 64
 # Queries of a tile; where there are programs enough, of heads of up to _NARROW columns of 16 bits.
@@ -32,6 +34,10 @@ _ENOUGH = 256  # programs: about two for each processor of a large GPU
 _WIDE = 128  # columns of a head above which a tile has fewer keys
 _BLOCK_REQS = 64  # first slots that are looked at together
 _MANY = TileConfig(block_rows=_MANY_ROWS, block_keys=_KEYS, num_warps=8, num_stages=3)
+# Of `ragged_groups`.
+_LEAST_TOKENS = 1024  # below, few processors have work
+_MAJOR = 9  # of the compute capability: later ones multiply otherwise
+_DIM = 128  # of a head; of 64 the other kernel is as fast
 # Of keys with shared columns: tiles in 16 bits, and in 32.
 _SHARING = TileConfig(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
 _SHARING_WIDE = TileConfig(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
@@ -269,6 +275,12 @@ def launch_ragged_attention(
     (tokens, heads, dim), reqs, v_dim = q.shape, cu_q.shape[0] - 1, v.shape[2]
     if not tokens:
         return
+    is_plain = back is None and visible_end is None and soft_cap is None and shared_k is None
+    if tiles is None and is_plain and ahead in (None, 1) and fits_groups(q, k, v, out):
+        from paceline.kernels._triton.ragged_groups import launch_ragged_groups
+
+        launch_ragged_groups(q, k, v, cu_q, cu_k, scale, out, lse, causal=ahead == 1)
+        return
     shared_dim, shared_strides = 0, (0, 0, 0)
     if shared_q is not None and shared_k is not None:
         shared_dim = shared_k.shape[1]
@@ -321,6 +333,21 @@ def launch_ragged_attention(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **overlap_options(q.device, _ragged_attention_kernel),
+    )
+
+
+def fits_groups(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
+    """Whether `launch_ragged_groups` takes these, and is the faster way; shapes, strides and dtypes
+    only.  It has no window, no cap of scores, no blocks and no shared columns."""
+    arch = capability(q.device)
+    return (
+        device_type(q.device) == "cuda"
+        and arch is not None
+        and arch[0] == _MAJOR
+        and q.shape[0] >= _LEAST_TOKENS
+        and out.dtype == q.dtype
+        and all(is_copyable(x) and x.shape[2] == x.stride(1) == _DIM for x in (q, k, v))
+        and k.shape[0] > 0
     )
 
 

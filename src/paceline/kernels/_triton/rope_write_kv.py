@@ -16,6 +16,7 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 
 _BLOCK_HEADS = 8  # heads of one program
+_MANY, _BLOCK_TOKENS = 2048, 2  # tokens from which on a program takes several; so many
 
 
 @triton.jit
@@ -188,6 +189,7 @@ def _rope_write_kv_kernel(
     HALF: tl.constexpr,
     Q_BLOCKS: tl.constexpr,  # 0 where q is left as it is
     KV_BLOCKS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -198,52 +200,23 @@ def _rope_write_kv_kernel(
 ):
     wait_for_inputs(OVERLAPPED)
     let_next_start(OVERLAPPED)
-    token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    if block < Q_BLOCKS:
-        _heads(
-            q_ptr + token * stride_q_token,
-            stride_q_head,
-            heads,
-            block * BLOCK_HEADS,
-            cos_sin_ptr,
-            positions_ptr,
-            token,
-            q_norm_ptr,
-            eps,
-            None,
-            0,
-            None,
-            DIM,
-            START,
-            HALF,
-            BLOCK_HEADS,
-            BLOCK_HALF,
-            BLOCK_REST,
-            UNIT_OFFSET,
-            AXIS_COLUMNS,
-        )
-    else:
-        if k_cache_ptr is not None:
-            slot = tl.load(loc_ptr + token)
-            page = slot // PAGE_SIZE
-            place = slot % PAGE_SIZE
-        if block < Q_BLOCKS + KV_BLOCKS:
+    for place in tl.static_range(BLOCK_TOKENS):
+        token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + place
+        if block < Q_BLOCKS:
             _heads(
-                k_ptr + token * stride_k_token,
-                stride_k_head,
-                kv_heads,
-                (block - Q_BLOCKS) * BLOCK_HEADS,
+                q_ptr + token * stride_q_token,
+                stride_q_head,
+                heads,
+                block * BLOCK_HEADS,
                 cos_sin_ptr,
                 positions_ptr,
                 token,
-                k_norm_ptr,
+                q_norm_ptr,
                 eps,
-                None
-                if k_cache_ptr is None
-                else k_cache_ptr + page * stride_k_page + place * stride_k_slot,
-                stride_k_cache_head,
-                k_scale_ptr,
+                None,
+                0,
+                None,
                 DIM,
                 START,
                 HALF,
@@ -253,29 +226,59 @@ def _rope_write_kv_kernel(
                 UNIT_OFFSET,
                 AXIS_COLUMNS,
             )
-        elif v_ptr is not None:
-            _heads(
-                v_ptr + token * stride_v_token,
-                stride_v_head,
-                kv_heads,
-                (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_HEADS,
-                None,
-                None,
-                token,
-                None,
-                eps,
-                v_cache_ptr + page * stride_v_page + place * stride_v_slot,
-                stride_v_cache_head,
-                v_scale_ptr,
-                DIM_V,
-                0,
-                0,
-                BLOCK_HEADS,
-                BLOCK_HALF,
-                BLOCK_DIM_V,
-                UNIT_OFFSET,
-                (),
-            )
+        else:
+            if k_cache_ptr is not None:
+                slot = tl.load(loc_ptr + token)
+                page = slot // PAGE_SIZE
+                place = slot % PAGE_SIZE
+            if block < Q_BLOCKS + KV_BLOCKS:
+                _heads(
+                    k_ptr + token * stride_k_token,
+                    stride_k_head,
+                    kv_heads,
+                    (block - Q_BLOCKS) * BLOCK_HEADS,
+                    cos_sin_ptr,
+                    positions_ptr,
+                    token,
+                    k_norm_ptr,
+                    eps,
+                    None
+                    if k_cache_ptr is None
+                    else k_cache_ptr + page * stride_k_page + place * stride_k_slot,
+                    stride_k_cache_head,
+                    k_scale_ptr,
+                    DIM,
+                    START,
+                    HALF,
+                    BLOCK_HEADS,
+                    BLOCK_HALF,
+                    BLOCK_REST,
+                    UNIT_OFFSET,
+                    AXIS_COLUMNS,
+                )
+            elif v_ptr is not None:
+                _heads(
+                    v_ptr + token * stride_v_token,
+                    stride_v_head,
+                    kv_heads,
+                    (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_HEADS,
+                    None,
+                    None,
+                    token,
+                    None,
+                    eps,
+                    v_cache_ptr + page * stride_v_page + place * stride_v_slot,
+                    stride_v_cache_head,
+                    v_scale_ptr,
+                    DIM_V,
+                    0,
+                    0,
+                    BLOCK_HEADS,
+                    BLOCK_HALF,
+                    BLOCK_DIM_V,
+                    UNIT_OFFSET,
+                    (),
+                )
 
 
 def launch_rope_write_kv(
@@ -296,6 +299,7 @@ def launch_rope_write_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     *,
+    block_tokens: int | None = None,  # divides the tokens; None: chosen by their number
     block_heads: int = _BLOCK_HEADS,
     num_warps: int | None = None,  # None: chosen by the size of a program
 ) -> None:
@@ -310,9 +314,11 @@ def launch_rope_write_kv(
     v_strides = k_strides if v_cache is None else v_cache.stride()[:3]
     q_blocks = cdiv(heads, block_heads) if half or q_norm is not None else 0
     kv_blocks = cdiv(kv_heads, block_heads)
+    if block_tokens is None:
+        block_tokens = _BLOCK_TOKENS if tokens >= _MANY and tokens % _BLOCK_TOKENS == 0 else 1
     launch(
         _rope_write_kv_kernel,
-        (tokens, q_blocks + (1 if v is None else 2) * kv_blocks),
+        (tokens // block_tokens, q_blocks + (1 if v is None else 2) * kv_blocks),
         q,
         k,
         v,
@@ -340,6 +346,7 @@ def launch_rope_write_kv(
         HALF=half,
         Q_BLOCKS=q_blocks,
         KV_BLOCKS=kv_blocks,
+        BLOCK_TOKENS=block_tokens,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=next_power_of_2(max(half, 1)),
         BLOCK_REST=next_power_of_2(max(dim - 2 * half, 1)),

@@ -30,7 +30,7 @@ from paceline.layers.sampling import LogitsProcessor, PackedRow, SamplingTable
 from paceline.runner.staging import Copy, StagingSlot
 from paceline.runner.table.block_ends import BlockEnds
 from paceline.runner.table.overlay import Overlay
-from paceline.runner.table.runs import join_runs, page_runs
+from paceline.runner.table.runs import PADDING, join_runs, page_runs
 
 NO_SECOND = 2**31 - 1  # behind every token
 
@@ -69,9 +69,13 @@ class RequestTable:
         has_encoder: bool = False,
         block_ends: BlockEnds | None = None,
         tells_types: bool = False,
+        samples: bool = True,
     ) -> None:
+        """samples: whether some row does; where none does, what it would ask of the sampler stays
+        on the host."""
         rows = max_running + 1
         self._eos_token_ids = eos_token_ids
+        self._samples = samples
         self._state = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self._state[PAD_ROW, 0] = PAD_PREFIX_LEN
         self.token_ids = torch.zeros(rows, max_tokens, dtype=torch.int32, device=device)
@@ -129,23 +133,29 @@ class RequestTable:
         return _rows(table, first.row, len(run))[:, first.start : end], slot.put(page_ids)
 
     def _stage_joins(self, run: Sequence[JoinDelta], slot: StagingSlot) -> list[Copy]:
-        """Behind the shorter prompts of a run stand zeros, which nobody knows."""
+        """Behind the shorter prompts of a run stand zeros, which nobody knows: to the end of their
+        rows, where that pads as little as a run may be, for a copy of whole rows is one operation
+        of the device and not two."""
         first, num_rows = run[0].row, len(run)
-        tokens = np.zeros((num_rows, max(len(delta.token_ids) for delta in run)), dtype=np.int32)
+        lens, width = [len(delta.token_ids) for delta in run], self.token_ids.shape[1]
+        if num_rows * width > PADDING * sum(lens):
+            width = max(lens)
+        tokens = np.zeros((num_rows, width), dtype=np.int32)
         for row, delta in zip(tokens, run, strict=True):
             assert delta.blocks is None or self.block_ends is not None, "blocks in a table without"
             ids = delta.packed_ids
             ids = packed_ids(delta.token_ids) if ids is None else ids
             row[: len(delta.token_ids)] = np.frombuffer(ids, np.int32)
         states = [(delta.prefix_len, FinishCode.RUNNING) for delta in run]
-        packed = self._pack(run)
         staged: list[tuple[Tensor, NDArray[Any]]] = [
-            (self.token_ids[:, : tokens.shape[1]], tokens),
+            (self.token_ids[:, :width], tokens),
             (self._state, np.array(states, dtype=np.int32)),
-            (self.sampling.floats, _stacked([row.floats for row in packed])),
-            (self.sampling.ints, _stacked([row.ints for row in packed])),
             *self._second_texts(run),
         ]
+        if self._samples:
+            packed = self._pack(run)
+            staged.append((self.sampling.floats, _stacked([row.floats for row in packed])))
+            staged.append((self.sampling.ints, _stacked([row.ints for row in packed])))
         return [(_rows(table, first, num_rows), slot.put(values)) for table, values in staged]
 
     def _pack(self, run: Sequence[JoinDelta]) -> list[PackedRow]:
