@@ -12,6 +12,30 @@ from paceline.kernels._triton.skinny_linear import meet
 from paceline.kernels.packed_weight import CHUNK
 
 _CHUNK = tl.constexpr(CHUNK)
+_LINE = tl.constexpr(32)  # words that the second cache reads at once
+_ASKED = tl.constexpr(2)  # chunks
+
+
+@triton.jit
+def _ask_for_words(
+    weight_ptr,  # [rows, num_words] int32
+    rows,  # [ROWS] int64
+    num_words,
+    first,  # word
+    COUNT: tl.constexpr,
+):
+    """Have the second cache read so many words of each row, while nothing waits for them."""
+    word = first + tl.arange(0, COUNT // _LINE) * _LINE
+    word = tl.minimum(word, num_words - 1)
+    ptrs = weight_ptr + rows[:, None] * num_words + word[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [ptrs.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -63,6 +87,12 @@ def packed_more_kernel(
     up_scales = scales
     if ACTIVATION is not None:
         up_scales = chunk_scales(weight_scale_ptr, up_places, live_rows, groups, first_chunk, GROUP)
+    if OVERLAPPED:
+        wanted = tl.minimum(features, out_features - 1).to(tl.int64)
+        _ask_for_words(weight_ptr, wanted, num_words, first_chunk * WORDS, _ASKED * WORDS)
+        if ACTIVATION is not None:
+            wanted += out_features
+            _ask_for_words(weight_ptr, wanted, num_words, first_chunk * WORDS, _ASKED * WORDS)
     wait_for_inputs(OVERLAPPED)
     for chunk in range(first_chunk, first_chunk + chunks_per_split):
         xs = ()
