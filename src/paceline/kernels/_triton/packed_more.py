@@ -12,26 +12,17 @@ from paceline.kernels._triton.skinny_linear import meet
 from paceline.kernels.packed_weight import CHUNK
 
 _CHUNK = tl.constexpr(CHUNK)
-_LINE = tl.constexpr(32)  # words that the second cache reads at once
-_ASKED = tl.constexpr(2)  # chunks
 
 
 @triton.jit
-def _ask_for_words(
-    weight_ptr,  # [rows, num_words] int32
-    rows,  # [ROWS] int64
-    num_words,
-    first,  # word
-    COUNT: tl.constexpr,
+def _ask_for_lines(
+    weight_ptr,  # [ROWS] int32: of one word each
 ):
-    """Have the second cache read so many words of each row, while nothing waits for them."""
-    word = first + tl.arange(0, COUNT // _LINE) * _LINE
-    word = tl.minimum(word, num_words - 1)
-    ptrs = weight_ptr + rows[:, None] * num_words + word[None, :]
+    """Have the second cache read the 128 bytes around each word.  Nothing waits for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",
-        [ptrs.to(tl.int64)],
+        [weight_ptr.to(tl.int64)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -87,12 +78,13 @@ def packed_more_kernel(
     up_scales = scales
     if ACTIVATION is not None:
         up_scales = chunk_scales(weight_scale_ptr, up_places, live_rows, groups, first_chunk, GROUP)
-    if OVERLAPPED:
-        wanted = tl.minimum(features, out_features - 1).to(tl.int64)
-        _ask_for_words(weight_ptr, wanted, num_words, first_chunk * WORDS, _ASKED * WORDS)
+    if OVERLAPPED and KIND == "int4":
+        # Of two chunks a row has 128 bytes (docs/decisions/134-two-chunks-before-x.md).
+        last = tl.minimum(features, out_features - 1).to(tl.int64)
+        wanted = weight_ptr + last * num_words + first_chunk * WORDS
+        _ask_for_lines(wanted)
         if ACTIVATION is not None:
-            wanted += out_features
-            _ask_for_words(weight_ptr, wanted, num_words, first_chunk * WORDS, _ASKED * WORDS)
+            _ask_for_lines(wanted + tl.cast(out_features, tl.int64) * num_words)
     wait_for_inputs(OVERLAPPED)
     for chunk in range(first_chunk, first_chunk + chunks_per_split):
         xs = ()
