@@ -19,6 +19,7 @@ from paceline.layers.weights.dense import DenseTable
 
 FOLDER = Path(paceline.kernels.__path__[0]) / "_triton"
 WAIT = "wait_for_inputs"
+PREFETCH = "prefetch"  # a load whose result nobody has
 WRITES = {"store", "atomic_add", "atomic_max", "atomic_cas", "atomic_xchg"}
 # Language and arithmetic: neither reads nor writes memory.
 HARMLESS = {"arange", "cdiv", "full", "minimum", "maximum", "num_programs", "program_id", "to"}
@@ -76,7 +77,10 @@ def beside(*, leads: bool, follows: bool) -> ast.FunctionDef:
 
 def called(node: ast.Call) -> str:
     function = node.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name == "inline_asm_elementwise" and ast.unparse(node.args[0])[1:].startswith("prefetch."):
+        name = PREFETCH
+    return name
 
 
 @cache
@@ -145,9 +149,10 @@ def helpers() -> dict[str, str]:
         known = len(found)
         for function in functions:
             calls = [each for each in ast.walk(function) if isinstance(each, ast.Call)]
-            loads = [each for each in calls if found.get(called(each), called(each)) == "load"]
+            kinds = {"load", PREFETCH}
+            loads = [each for each in calls if found.get(called(each), called(each)) in kinds]
             reads = [pointers_read(each, function.body) for each in loads]
-            others = {called(each) for each in calls} - HARMLESS - {"load", "jit"} - found.keys()
+            others = {called(each) for each in calls} - HARMLESS - kinds - {"jit"} - found.keys()
             if not others and all(pointers and pointers <= early for pointers in reads):
                 found[function.name] = "load" if reads else "to"
     names = [function.name for function in functions]

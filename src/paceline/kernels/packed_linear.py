@@ -117,7 +117,7 @@ def packed_linear(
     _check(x, weight, bias, packing, parts)
     (tokens, columns), rows = x.shape, weight.words.shape[0]
     chunks = -(-columns // CHUNK)
-    tile = _tile(tokens, rows, chunks)
+    tile = _tile(tokens, rows, chunks, packing.kind)
     if tokens == 1 and _fits_one(x, packing, chunks):
         tile = _tile_of_one(packing.kind, chunks)
     out = torch.empty((tokens, rows // parts), dtype=x.dtype, device=x.device)
@@ -146,13 +146,13 @@ def packed_linear(
     return out
 
 
-def _tile(tokens: int, rows: int, chunks: int) -> PackedTile:
+def _tile(tokens: int, rows: int, chunks: int, kind: str) -> PackedTile:
     """Of a weight with so many rows, of so many chunks each."""
     if tokens <= 2 and not _ONE_WAVE < rows <= 3 * _ONE_WAVE:
         # Where programs are many, their slices are on their way as a whole.
         is_whole = rows > _ONE_WAVE and chunks == 8 * _WHOLE
         return PackedTile(2, 64, 8, _WHOLE if is_whole else 2, 4, 1)
-    if tokens <= 4:
+    if tokens <= (2 if kind == INT4 else 4):  # of 4 bits 3 or 4 would take longer than 8
         return PackedTile(4, 64, 4, 2, 4, 1)
     if tokens <= 16:
         return PackedTile(16, 64, 1, 2, 4, 1)

@@ -62,6 +62,7 @@ def test_words_hold_pairs_of_columns_as_the_matrix_unit_reads_them() -> None:
     [
         (1, 384, torch.bfloat16),
         (1, 96, torch.float16),
+        (2, 256, torch.float16),
         (3, 256, torch.float16),
         (3, 160, torch.bfloat16),
         (40, 256, torch.float16),
@@ -142,6 +143,31 @@ def test_one_token_takes_a_kernel_of_its_own_where_numbers_lie_in_pairs(
     weight, _ = random_weight(2, columns, KINDS[kind])
     packed_linear(torch.zeros(1, first + columns).half()[:, first:], weight, None, KINDS[kind])
     assert launched == [launcher.packed_one_kernel if is_one else launcher.packed_few_kernel]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "slices"),
+    [
+        ("int4-g128", 2, 8),
+        ("int4-g128", 3, 1),
+        ("int4-row", 4, 1),
+        ("fp8-row", 4, 4),
+        ("int8-row", 4, 4),
+        ("fp8-row", 5, 1),
+    ],
+)
+def test_three_tokens_of_4_bits_fill_no_tile_with_slices(
+    monkeypatch: pytest.MonkeyPatch, kind: str, tokens: int, slices: int
+) -> None:
+    from paceline.kernels._triton import packed_linear as launcher
+
+    launched = list[object]()
+    monkeypatch.setattr(
+        launcher, "launch", lambda *args, **options: launched.append(options["SLICES"])
+    )
+    weight, _ = random_weight(2, 256, KINDS[kind])
+    packed_linear(torch.zeros(tokens, 256).half(), weight, None, KINDS[kind])
+    assert launched == [slices]
 
 
 @pytest.mark.parametrize(("tokens", "kind"), [(6, "int4-g128"), (20, "int8-row")])

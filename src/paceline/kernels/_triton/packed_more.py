@@ -14,6 +14,21 @@ from paceline.kernels.packed_weight import CHUNK
 _CHUNK = tl.constexpr(CHUNK)
 
 
+@triton.jit
+def _ask_for_lines(
+    weight_ptr,  # [ROWS] int32: of one word each
+):
+    """Have the second cache read the 128 bytes around each word.  Nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [weight_ptr.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def packed_more_kernel(
     x_ptr,  # [tokens, columns]
@@ -63,6 +78,13 @@ def packed_more_kernel(
     up_scales = scales
     if ACTIVATION is not None:
         up_scales = chunk_scales(weight_scale_ptr, up_places, live_rows, groups, first_chunk, GROUP)
+    if OVERLAPPED and KIND == "int4":
+        # Of two chunks a row has 128 bytes (docs/decisions/134-two-chunks-before-x.md).
+        last = tl.minimum(features, out_features - 1).to(tl.int64)
+        wanted = weight_ptr + last * num_words + first_chunk * WORDS
+        _ask_for_lines(wanted)
+        if ACTIVATION is not None:
+            _ask_for_lines(wanted + tl.cast(out_features, tl.int64) * num_words)
     wait_for_inputs(OVERLAPPED)
     for chunk in range(first_chunk, first_chunk + chunks_per_split):
         xs = ()
