@@ -1,13 +1,11 @@
 """The way of ragged_attention that no interpreter runs: when it is taken, and that a compiler takes
 it.  What it gives is tested on a GPU."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from absent_gpu import run_compiling
 
 from paceline.kernels.stand_in import StandIn
 
@@ -15,27 +13,13 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
-from paceline.kernels._triton import launch, ragged_groups
-
-class AbsentGPU:
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
+from paceline.kernels._triton import ragged_groups
 
 def show(kernel, grid, *args, **options):
     found = kernel.warmup(*args, grid=grid, **options).asm["ptx"]
     print(grid[0], options["HEADS"], "wgmma.mma_async" in found, "cp.async.bulk.tensor" in found)
 
-driver.set_active(AbsentGPU())
-launch._overlaps = lambda device: True
 ragged_groups.multiprocessors = lambda device: 132
 lse, cu = torch.empty(2048, 4), torch.zeros(5, dtype=torch.int32)
 for dtype, kv_heads in ((torch.bfloat16, 2), (torch.float16, 4)):
@@ -55,13 +39,8 @@ for dtype, kv_heads in ((torch.bfloat16, 2), (torch.float16, 4)):
 @pytest.mark.slow  # seconds of a compiler
 def test_a_compiler_takes_both_forms(tmp_path: Path) -> None:
     """2,048 queries of 2 pairs of heads are 72 items at most, those of 4 heads 80."""
-    path = os.pathsep.join(each for each in sys.path if each)
-    compiling = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=os.environ | compiling, capture_output=True, text=True
-    )
-    assert not done.returncode, done.stderr
-    assert done.stdout.splitlines() == ["72 2 True True", "1", "80 1 True True", "1"]
+    found = run_compiling(SCRIPT, tmp_path)
+    assert found.splitlines() == ["72 2 True True", "1", "80 1 True True", "1"]
 
 
 def test_many_queries_of_wide_heads_take_it_on_hopper() -> None:

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from absent_gpu import run_compiling
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
@@ -316,3 +318,18 @@ def test_many_tokens_are_two_to_a_program_where_these_divide_them(
             x, x, None, into=None, rope=Rope(table(2), torch.zeros(tokens).long()), norms=None
         )
     assert [grid[0] for grid in grids] == [1, 2046, 1024, 2049]
+
+
+SCRIPT = """
+from test_rope_write_kv import CASES, make, run_together
+
+for name in ("norms", "fp8"):
+    with launch.compile_only():
+        make(CASES[name]).launch(run_together)
+        print(len(launch._SEEN.get()))
+"""
+
+
+def test_a_compiler_takes_several_tokens_of_a_program(tmp_path: Path) -> None:
+    """What has one type in front of a branch and another in it, the interpreter takes too."""
+    assert run_compiling(SCRIPT, tmp_path).split() == ["1", "1"]

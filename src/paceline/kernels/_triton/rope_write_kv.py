@@ -201,8 +201,8 @@ def _rope_write_kv_kernel(
     wait_for_inputs(OVERLAPPED)
     let_next_start(OVERLAPPED)
     block = tl.program_id(1)
-    for place in tl.static_range(BLOCK_TOKENS):
-        token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + place
+    for each in tl.static_range(BLOCK_TOKENS):
+        token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + each
         if block < Q_BLOCKS:
             _heads(
                 q_ptr + token * stride_q_token,
