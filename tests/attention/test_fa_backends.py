@@ -286,7 +286,8 @@ def test_a_missing_library_is_a_reason_on_a_machine_with_a_gpu(
             BOTH[1],
             "attention backend fa3 must be an importable flash_attn_interface or "
             "flash_attn_3.flash_attn_interface or sgl_kernel.flash_attn, got "
-            "flash_attn_interface: .*; flash_attn_3.*; sgl_kernel.flash_attn: .*",
+            "flash_attn_interface: .*; flash_attn_3.*; sgl_kernel.flash_attn: .*; "
+            r"pip install 'paceline\[fa3\]', or choose",
         ),
     ],
 )

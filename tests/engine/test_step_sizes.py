@@ -106,6 +106,15 @@ def test_a_device_that_waits_begins_while_others_are_admitted() -> None:
             assert list(output_ids(request)) == loop.expected(name)
 
 
+def test_a_step_of_whole_prompts_begins_with_all_that_it_holds() -> None:
+    """Whoever adds them launches the first while others are read (`Requests.run_filling`)."""
+    room = {"max_running": 90, "max_batched_tokens": 8192, "chunked_prefill_size": 8192}
+    loop = Loop(**room, max_join_tokens=8192, num_pages=2000, whole_prompts=True)
+    for index in range(40):
+        loop.add(f"{index}", 40, max_tokens=1)
+    assert len(extends(loop.turn())) == 40
+
+
 @dataclass
 class Traffic:
     """The mix of requests at once: what steps held, what they were padded to, and when."""

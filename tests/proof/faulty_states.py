@@ -5,8 +5,10 @@ from dataclasses import replace
 import torch
 from example_state_backend import PART, SumBackend
 
+from paceline.attention.backends.mamba2_torch import TorchMamba2
 from paceline.attention.contract import GraphSupport
 from paceline.core.modes import MaskKind
+from paceline.kernels.gated_norm import gated_rows_reference
 
 
 class ReadsWhereItWrites(SumBackend):
@@ -133,3 +135,39 @@ class OfAnotherKind(SumBackend):
 class NeedsADecay(SumBackend):
     def __init__(self, decay):
         super().__init__(decay)
+
+
+class GatesBeside(TorchMamba2):
+    """Right: the gate behind `extend`, at once."""
+
+    def extend_gated(self, inputs, gate, layer, plan):
+        return gated_rows_reference(self.extend(inputs, layer, plan).flatten(1), gate)
+
+
+class GatesWithoutWeight(GatesBeside):
+    def extend_gated(self, inputs, gate, layer, plan):
+        return super().extend_gated(inputs, gate._replace(weight=gate.weight**0), layer, plan)
+
+
+class GatesOfAnotherRow(GatesBeside):
+    def extend_gated(self, inputs, gate, layer, plan):
+        return super().extend_gated(inputs, gate._replace(z=gate.z.flip(0)), layer, plan)
+
+
+class SquaresOfSomeTiles(GatesBeside):
+    def extend_gated(self, inputs, gate, layer, plan):
+        found = super().extend_gated(inputs, gate, layer, plan)
+        return found._replace(squares=0.75 * found.squares)
+
+
+class GatesNothingButExtends(GatesBeside):
+    """Says that nothing was done, and wrote the slots."""
+
+    def extend_gated(self, inputs, gate, layer, plan):
+        self.extend(inputs, layer, plan)
+
+
+class GatesLiveRowsAlone(GatesBeside):
+    def extend_gated(self, inputs, gate, layer, plan):
+        found = super().extend_gated(inputs, gate, layer, plan)
+        return found._replace(rows=found.rows[:-1])

@@ -89,6 +89,7 @@ def test_steps_start_before_all_prompts_are_read_and_a_wrong_one_leaves_nothing(
         assert_vectors(found, [embedder.vector(ids, Pooling.LAST) for ids in prompts])
         with pytest.raises(RequestError, match=r"^prompt\[5\]: prompt must be 1 to 128 tokens"):
             llm.embed([*prompts[:5], [4] * 129])
+        assert not llm.engine._trackers  # before others would run to their end
         assert_idle(llm)
 
 
@@ -133,6 +134,7 @@ def test_vectors_are_made_while_other_texts_run(
         monkeypatch.setattr("paceline.llm.llm.embeddings", fail)
         with pytest.raises(RequestError, match=r" failed$"):
             llm.embed(prompts)
+        assert not llm.engine._trackers
         assert_idle(llm)
 
 
@@ -235,8 +237,14 @@ def test_a_model_with_a_head_makes_vectors_beside_answers_where_asked(
 
 
 def test_a_body_alone_generates_nothing(embedder: Embedder) -> None:
+    """And what its requests would ask of the sampler stays on the host."""
     text = "^the request must be one of what this model does: embed, got "
     with make_llm(embedder) as llm:
+        sampling = llm._live.runner.parts.table.sampling
+        before = sampling.floats.clone(), sampling.ints.clone()
+        llm.embed([[4]])
+        assert torch.equal(sampling.floats, before[0])
+        assert torch.equal(sampling.ints, before[1])
         with pytest.raises(RequestError, match=f"{text}generate; ask for vectors"):
             llm.generate([[4]])
         with pytest.raises(RequestError, match=f"{text}score; ask for vectors"):

@@ -84,8 +84,28 @@ def test_a_fault_is_a_failing_cell(
     assert re.search(text, result.reason), result.reason
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("GatesBeside", None),
+        ("GatesWithoutWeight", "layer 1: output .* is allowed"),
+        ("GatesOfAnotherRow", "layer 1: output .* is allowed"),
+        ("SquaresOfSomeTiles", "layer 1: output .* is allowed"),
+        ("GatesNothingButExtends", "layer 1: output .* is allowed"),
+        ("GatesLiveRowsAlone", r"rows of extend_gated must be \[4, 32\], got \[3, 32\]"),
+    ],
+)
+def test_a_gate_that_is_taken_at_once_is_held_to_the_oracle(name: str, text: str | None) -> None:
+    named = [c for c in state_cases() if (c.method, c.name) == ("mamba2", "decode-shuffled")]
+    who = state_contender(f"faulty_states:{name}", "mamba2")
+    result = run_cell(named[0], who, RunnerKind.RECORDED, torch.device("cpu"))
+    assert result.status is (Status.PROVEN if text is None else Status.FAILING)
+    assert text is None or re.search(text, result.reason), result.reason
+
+
 @pytest.mark.parametrize("method", ["gdn", "mamba2"])
 def test_our_kernels_decode_as_the_oracle(method: str) -> None:
+    """Those of Mamba 2 with a gate, too, in every other layer."""
     named = [c for c in state_cases() if (c.method, c.name) == (method, "decode-shuffled")]
     who = state_contender("triton", method)
     result = run_cell(named[0], who, RunnerKind.EAGER, torch.device("cpu"))
