@@ -262,6 +262,28 @@ TARGETS = (
         ),
     ),
     Target(
+        "kernels/_triton/paged_decode.py",
+        ("_at_slot",),
+        Killers(
+            (),
+            (
+                "kernels/test_paged_triton.py::test_splits_by_length_give_the_same",
+                "kernels/test_paged_triton.py::test_splits_by_length_go_by_the_keys_of_a_chunk",
+                "kernels/test_shared_prefix.py",
+            ),
+        ),
+    ),
+    Target(
+        "kernels/_triton/shared_prefix.py",
+        ("_shared_common_kernel", "_shared_group_kernel", "_shared_place_kernel"),
+        Killers((), ("kernels/test_shared_prefix.py",)),
+    ),
+    Target(
+        "kernels/paged_attention/shared_prefix.py",
+        ("find_shared_reference",),
+        Killers((), ("kernels/test_shared_prefix.py",)),
+    ),
+    Target(
         "attention/backends/flashinfer_backend.py",
         (
             *("FlashInferBackend.host_plan", "FlashInferBackend.plan"),

@@ -206,7 +206,7 @@ def _placed_experts(
 
 def _hold(layer: nn.Module, unplaced: NamedTuple, format_: Any, weight: Any) -> None:
     """Give `layer` a weight in place of one that has no memory."""
-    for name in unplaced._fields:
-        if hasattr(layer, name):
+    for name, value in unplaced._asdict().items():
+        if isinstance(value, Tensor):
             delattr(layer, name)
     vars(layer)["held"] = hold(layer, format_, weight)

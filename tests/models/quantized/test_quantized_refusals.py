@@ -223,6 +223,10 @@ def test_biases_of_zeros_that_no_layer_has_are_passed_over(plain: Path, tmp_path
          "'weight_scale_inv' of [1, 1]"),
         ("w8a8", with_(Q + "weight_zero_point", lambda t: torch.zeros(3, 1)),
          "'weight_zero_point' of [96, 1]"),
+        ("w8a8", with_(Q + "weight_zero_point", lambda t: torch.full((96, 1), 300)),
+         "'weight_zero_point' of I8, got I64"),
+        ("w4a16-asym", with_(Q + "weight_zero_point", lambda t: t.long()),
+         "'weight_zero_point' of I32, got I64"),
         ("w4a16", without(Q + "weight_scale"), "'weight_packed' and 'weight_scale', matrices"),
         ("w4a16", with_(Q + "weight_g_idx", lambda t: torch.zeros(96)), "no 'weight_g_idx'"),
         ("w4a16", with_("lm_head.weight_scale", lambda t: torch.ones(160, 1)),
@@ -242,6 +246,25 @@ def test_tensors_are_refused_by_name(
     plain: Path, tmp_path: Path, format_: str, change: Any, text: str
 ) -> None:
     assert text in changed(plain, tmp_path, format_, change)
+
+
+def test_integers_that_are_not_symmetric_need_zero_points(plain: Path, tmp_path: Path) -> None:
+    """Unpacked ones, too: without, each would be off by its row's zero point."""
+    quantise(plain, "w8a8", tmp_path / "w8a8")
+    file = tmp_path / "w8a8" / "config.json"
+    told = file.read_text()
+    assert told.count('"symmetric": true') == 1
+    file.write_text(told.replace('"symmetric": true', '"symmetric": false'))
+    with pytest.raises(WeightsError, match="'weight_zero_point': symmetric is false"):
+        loaded(tmp_path / "w8a8")
+
+
+def test_gptq_may_name_what_it_leaves_plain() -> None:
+    said = {"quant_method": "gptq", "bits": 4, "sym": True}
+    named = said | {"dynamic": {"-:.*mlp.gate$": {}}}
+    assert read_quantization({"quantization_config": named}) == read_quantization(
+        {"quantization_config": said}
+    )
 
 
 def test_plain_weights_under_a_quantised_config_are_refused(plain: Path, tmp_path: Path) -> None:

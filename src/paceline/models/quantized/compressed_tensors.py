@@ -84,6 +84,8 @@ class CompressedTensors(Quantization):
         if ignoring:
             refuse_weight(module, f"plain: 'ignore' has '{ignoring[0]}'", sorted(stored))
         group = self._group(module)
+        if not group.symmetric and "weight_zero_point" not in stored:
+            refuse_weight(module, "'weight_zero_point': symmetric is false", sorted(stored))
         if "weight_packed" not in stored:
             codes = FP8 if group.type == "float" else "I8"
             return scaled_weight(
@@ -205,12 +207,10 @@ def _packed_integers(module: str, stored: Mapping[str, Stored], group: Group) ->
     require_shape(module, "weight_scale", scale, blocks.table)
     parts: tuple[str, ...] = ("weight_packed", "weight_scale")
     zero = stored.get("weight_zero_point")
-    if zero is None and not group.symmetric:
-        refuse_weight(module, "'weight_zero_point': symmetric is false", sorted(stored))
     if zero is not None:
-        require_shape(
-            module, "weight_zero_point", zero, (groups(rows * group.bits, 32), blocks.table[1])
-        )
+        words_of_zeros = groups(rows * group.bits, 32), blocks.table[1]
+        require_shape(module, "weight_zero_point", zero, words_of_zeros)
+        require_dtype(module, "weight_zero_point", zero, "I32")
         parts += ("weight_zero_point",)
     return coded_weight(
         (rows, columns),

@@ -101,6 +101,7 @@ def scaled_weight(
     if "weight_zero_point" in stored:
         parts += ("weight_zero_point",)
         require_shape(module, parts[-1], stored[parts[-1]], shape)
+        require_dtype(module, parts[-1], stored[parts[-1]], codes)
     scale = stored[scales[0]].dtype
     return [
         coded_weight(

@@ -8,6 +8,7 @@ W[n, k] = (code - zero) * scale
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from paceline.models.fields import Fields
 from paceline.models.quantized.awq import PARTS, group_of, read_group_size, require_words
@@ -71,7 +72,7 @@ def read_gptq(fields: Fields) -> Gptq:
             "bits": fields.get("bits"),
             "group_size": fields.get("group_size"),
             "checkpoint_format": named,
-            "dynamic": fields.get("dynamic") or None,
+            "dynamic": _overrides(fields) or None,
             "desc_act": bool(fields.get("desc_act")) and not bool(fields.get("static_groups")),
         },
         "config.json: quantization_config",
@@ -80,3 +81,12 @@ def read_gptq(fields: Fields) -> Gptq:
     refuse_settings(shown, {**served, "desc_act": (False,)}, remedy)
     is_v2 = named == "gptq_v2" if fields.get("sym") is False else None
     return Gptq("gptq", shown.integer("bits"), read_group_size(shown), is_v2)
+
+
+def _overrides(fields: Fields) -> Any:
+    """What `dynamic` says of modules with codes of another kind.  Those it leaves out, whose
+    patterns begin with "-:", have no codes: tensors tell them."""
+    said = fields.get("dynamic")
+    if not isinstance(said, Mapping):
+        return said
+    return {name: each for name, each in said.items() if not str(name).startswith("-:")}
