@@ -21,6 +21,8 @@ LENGTH = 0.3  # root mean square of an embedding
 WEAK = 0.25  # of the later layers' outputs
 FEATURE = 0.04  # weights on features
 DRAFT_VOCAB = 144
+ECHO = 0.1  # of weights beside an embedding
+OWN = {"num_hidden_layers": 1, "max_position_embeddings": 16}  # of a head: of its training texts
 
 Tensors = dict[str, Tensor]
 
@@ -98,6 +100,35 @@ def save_eagle3(target: Checkpoint, folder: Path) -> Path:
     return _save(target, folder, named, settings)
 
 
+def save_echo(target: Checkpoint, folder: Path, norm: Tensor) -> Path:
+    """An EAGLE-1 head of any model: it says what the embedding does, and a little of features and
+    its own texts.
+
+    norm: [hidden] weight of the target's norm in front of its output head.
+    """
+    torch.manual_seed(4)
+    width, inner = target.theirs.config.hidden_size, 8
+    feature = torch.randn(width, width) * ECHO * width**-0.5
+    named = {"fc.weight": torch.cat((8 * norm.diag(), feature), dim=1)}  # it is sure
+    shapes = {f"self_attn.{name}_proj": (width, width) for name in "qkvo"}
+    shapes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
+    shapes["mlp.down_proj"] = (width, inner)
+    for name, shape in shapes.items():
+        named[f"layers.0.{name}.weight"] = torch.randn(shape) * ECHO
+    named["layers.0.post_attention_layernorm.weight"] = torch.ones(width)
+    settings = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLMEagle"],
+        "bias": False,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": VOCAB,
+    }
+    return _write(folder, named, settings | OWN)
+
+
 def save_relative(case: str, folder: Path, *, noise: float, seed: int = 5) -> Path:
     """A model of a case of tiny_checkpoints, every parameter shaken by `noise` of its spread."""
 
@@ -129,8 +160,10 @@ def _input_scale(target: Checkpoint) -> Tensor:
 
 
 def _save(target: Checkpoint, folder: Path, named: Tensors, settings: dict[str, Any]) -> Path:
-    own = {"num_hidden_layers": 1, "max_position_embeddings": 16}  # of the training texts
-    config = target.theirs.config.to_dict() | own | settings
+    return _write(folder, named, target.theirs.config.to_dict() | OWN | settings)
+
+
+def _write(folder: Path, named: Tensors, config: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({n: t.contiguous().clone() for n, t in named.items()}, folder / "model.safetensors")

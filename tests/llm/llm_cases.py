@@ -19,6 +19,7 @@ from torch import Tensor
 from covers import Cell
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend, Capabilities
+from paceline.core.model.config import ModelConfig
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Step
 from paceline.engine.answers.outputs import RequestOutput
@@ -84,6 +85,11 @@ class Checkpoint:
         if not options:
             self._answers[key] = answer
         return answer
+
+    @property
+    def config(self) -> ModelConfig:
+        """As the engine reads it."""
+        return parse_config(self.theirs.config.to_dict() | {"dtype": "float32"})
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """[num_tokens, vocab]  float32"""
@@ -164,7 +170,7 @@ def make_llm(checkpoint: Checkpoint, *, knobs: Knobs | None = None, **options: A
 def pages_of(checkpoint: Checkpoint, size: int, *, every: int | None = None) -> dict[str, Any]:
     """Options of a cache with pages of `size` tokens, and states at each `every`, with room for
     many; of a model that keeps nothing but states a page is what lies between."""
-    config = parse_config(checkpoint.theirs.config.to_dict() | {"dtype": "float32"})
+    config = checkpoint.config
     kept = {"state_checkpoint_every": every, "max_num_seqs": 32}
     states = kept if config.has_states and every else {}
     return states | ({"page_size": size} if config.heads else {})

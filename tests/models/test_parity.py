@@ -109,7 +109,7 @@ def test_chunked_prefill_logits_equal_transformers(pair: Pair) -> None:
     assert_close(ours, pair.theirs(pair.prompt[None]).logits[0])
 
 
-@pytest.mark.slow  # of the engine: llm/test_llm_parity has 32, test_llm_longrope the last case
+@pytest.mark.slow  # of the engine: llm/test_llm_parity has more, test_llm_longrope the last case
 def test_24_greedy_tokens_equal_transformers(pair: Pair) -> None:
     sequence = pair.theirs.generate(
         pair.prompt[None],

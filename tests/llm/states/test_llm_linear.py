@@ -3,7 +3,6 @@
 Where float32 cannot tell two tokens apart either may stand, and what follows is not compared.
 """
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_checkpoints import save_echo
 from llm_cases import (
     GREEDY,
     Checkpoint,
@@ -21,7 +21,6 @@ from llm_cases import (
     make_llm,
     random_prompts,
 )
-from safetensors.torch import save_file
 
 from covers import Cell, all_with_a_cover
 from paceline.core.errors import BackendUnsupported, ConfigError
@@ -142,27 +141,8 @@ def drafter(soft: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def head(soft: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An EAGLE head that says what the embedding does, and a little of features and its texts."""
-    hidden, folder = soft.theirs.config.hidden_size, tmp_path_factory.mktemp("head")
-    shapes = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), (hidden, hidden))
-    torch.manual_seed(4)
-    named = {
-        f"layers.0.self_attn.{name}.weight": torch.randn(shape) * WEAK
-        for name, shape in shapes.items()
-    }
-    for name, shape in (("gate_proj", (8, hidden)), ("up_proj", (8, hidden))):
-        named[f"layers.0.mlp.{name}.weight"] = torch.randn(shape) * WEAK
-    named["layers.0.mlp.down_proj.weight"] = torch.randn(hidden, 8) * WEAK
-    named["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
-    feature = torch.randn(hidden, hidden) * WEAK * hidden**-0.5
-    named["fc.weight"] = torch.cat((8 * torch.eye(hidden), feature), dim=1)  # it is sure
-    save_file(named, folder / "model.safetensors")
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle"], "bias": False}
-    config |= {"hidden_size": hidden, "intermediate_size": 8, "num_hidden_layers": 1}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16}
-    config["vocab_size"] = soft.theirs.config.vocab_size
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    hidden = soft.theirs.config.hidden_size
+    return save_echo(soft, tmp_path_factory.mktemp("head"), torch.ones(hidden))
 
 
 DRAFTED = {

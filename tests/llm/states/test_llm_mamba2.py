@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from draft_checkpoints import save_echo
 from llm_cases import (
     GREEDY,
     VOCAB,
@@ -20,6 +21,7 @@ from llm_cases import (
     random_prompts,
     save_tokenizer,
 )
+from torch import Tensor
 
 from covers import Cell, all_with_a_cover
 from paceline.core.errors import ConfigError
@@ -73,6 +75,20 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Served(request.param, tmp_path_factory.mktemp(request.param))
 
 
+def last_norm(theirs: transformers.PreTrainedModel) -> Tensor:
+    """[hidden] weight of the norm in front of the output head."""
+    body = theirs.backbone if hasattr(theirs, "backbone") else theirs.model
+    norms = [getattr(body, name, None) for name in ("norm_f", "norm", "final_layernorm")]
+    [norm] = [norm for norm in norms if norm is not None]
+    return norm.weight
+
+
+@pytest.fixture(scope="module")
+def head(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = served.checkpoint
+    return save_echo(checkpoint, tmp_path_factory.mktemp("head"), last_norm(checkpoint.theirs))
+
+
 @pytest.fixture(scope="module")
 def drafter(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with embedding, last norm and head of the model, and layers that add nothing."""
@@ -90,11 +106,8 @@ def drafter(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=[2, 3],
     )
     llama = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
-    body = theirs.backbone if hasattr(theirs, "backbone") else theirs.model
-    norms = [getattr(body, name, None) for name in ("norm_f", "norm", "final_layernorm")]
-    [norm] = [norm for norm in norms if norm is not None]
     llama.model.embed_tokens.weight.copy_(theirs.get_input_embeddings().weight)
-    llama.model.norm.weight.copy_(norm.weight)
+    llama.model.norm.weight.copy_(last_norm(theirs))
     llama.lm_head.weight.copy_(theirs.lm_head.weight)
     for layer in llama.model.layers:
         layer.self_attn.o_proj.weight.zero_()
@@ -154,7 +167,7 @@ def test_who_lacks_room_is_preempted_or_waits(served: Served) -> None:
     assert (preempted > 0) == served.attends
 
 
-DRAFTED = {"case": CASES, "drafter": ("NGRAM", "STANDALONE"), "topk": (1, 2)}
+DRAFTED = {"case": CASES, "drafter": ("NGRAM", "STANDALONE", "EAGLE"), "topk": (1, 2)}
 DRAFTED |= {"enforce_eager": (False, True)}
 
 
@@ -168,14 +181,15 @@ DRAFTED |= {"enforce_eager": (False, True)}
     ],
     indirect=["served"],
 )
-def test_drafts_change_no_text(served: Served, drafter: Path, cell: Cell) -> None:
+def test_drafts_change_no_text(served: Served, drafter: Path, head: Path, cell: Cell) -> None:
     name = cell["drafter"]
     options = {"speculative_algorithm": name, "speculative_eagle_topk": cell["topk"]}
     options |= {"speculative_num_steps": 3, "enforce_eager": cell["enforce_eager"]}
-    if name == "STANDALONE":
-        options |= {"speculative_draft_model_path": str(drafter), "page_size": 4}
-    else:
+    if name == "NGRAM":
         options |= {"speculative_ngram_min": 1}
+    else:
+        path = drafter if name == "STANDALONE" else head
+        options |= {"speculative_draft_model_path": str(path), "page_size": 4}
     prompts = [prompt * 2 for prompt in random_prompts((5, 9, 20, 2))]
     with served.llm(chunked_prefill_size=7, **options) as llm:
         found = served.check(llm, prompts, 20)

@@ -28,10 +28,13 @@ MORE = {  # runs of some cells
         *("h200-check-expanded-latents.json", "h200-check-chunks.json"),
         *("h200-check-whole-page-chunks.json", "h200-check-chunks-flashinfer.json"),
         *("h200-check-chunks-fa4.json", "h200-check-fa3.json"),
+        *("h200-check-states.json", "h200-check-states-triton.json"),
+        *("h200-check-flex.json", "h200-check-blocks.json"),
     ),
     "CPU": (
         *("check-cpu-blackwell-latents.json", "check-cpu-trtllm-mha.json"),
         *("check-cpu-expanded-latents.json", "check-cpu-chunks.json"),
+        *("check-cpu-steps-alone.json", "check-cpu-states.json"),
     ),
 }
 STATUSES = tuple(status.value for status in Status)
