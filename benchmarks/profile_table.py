@@ -33,7 +33,8 @@ NAMES = (
     ("experts", r"_gate_up_kernel|_down_kernel|_sum_kernel|_moe_"),
     (
         "attention",
-        r"_decode_kernel|_extend_kernel|_merge_partials|_merge_kernel|[Aa]ttention|flash|fmha",
+        r"_decode_kernel|_extend_kernel|_merge_(partials|kernel)|_groups_kernel|[Aa]ttention"
+        r"|flash|fmha",
     ),
     ("latents", r"_head_products_kernel|_latent_rows_kernel|_prefix_rows_kernel"),
     (
