@@ -64,9 +64,13 @@ def _speculative(name: str, prefix: int) -> tuple[Case, ...]:
 
 
 def _longest() -> tuple[Case, ...]:
-    """64k keys, of few heads."""
+    """64k keys, of few heads, and of all lengths to 64k in one batch."""
     prefixes = (65535, 20)
+    decodes = replace(_few_heads(ForwardMode.DECODE), captured_reqs=8)
+    rows = ((0, 1), (65535, 1), (0, 40), (16383, 1), (300, 17), (15, 1), (4095, 3))
     return (
+        uniform_case(decodes, "lengths-to-64k", (65535, 1, 15, 16, 300, 4095, 20000)),
+        ragged_case(_few_heads(ForwardMode.MIXED), "lengths-to-64k", rows),
         ragged_case(_few_heads(ForwardMode.EXTEND), "long-64k", ((65535, 3),)),
         uniform_case(_few_heads(ForwardMode.DECODE), "long-64k", prefixes),
         tree_case(_few_heads(ForwardMode.TARGET_VERIFY), "long-64k-topk2", prefixes, beam(2, 1)),
