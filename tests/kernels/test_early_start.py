@@ -247,6 +247,17 @@ def test_what_stands_before_states_waits_before_it_lets_who_reads_them_start() -
     assert lets == [waits + 1]
 
 
+def test_no_column_of_a_window_is_overwritten_that_a_thread_has_still_to_read() -> None:
+    """Warps may have the same columns: each is read before all of them meet, and then written."""
+    body = kernels()["state_step._state_step_kernel"].body
+    (meets,) = (at for at, each in enumerate(body) if "debug_barrier" in ast.dump(each))
+    moves = [at for at, each in enumerate(body) if "_move_window" in ast.dump(each)]
+    reads = [at for at, each in enumerate(body) if "_behind" in ast.dump(each)]
+    counts = [at for at, each in enumerate(body) if "atomic_add" in ast.dump(each)]
+    assert len(moves) == 2  # of values, and in a branch of queries and keys
+    assert max(reads) < meets < min(moves) < counts[0] < max(moves)
+
+
 def test_torch_looks_embeddings_up_and_overtakes_nothing() -> None:
     """What every `state_step` rests on, see launch.py."""
     source = ast.parse(textwrap.dedent(inspect.getsource(DenseTable.apply)))

@@ -1,7 +1,7 @@
 """Triton kernel of rope_write_kv; see kernels/rope_write_kv.py for the definition.
 
-A program takes some heads of one token: of q, then of k, then of v.  A row of a head is read as
-three ranges of columns, the two halves that rotate against each other and the rest:
+A program takes some heads of a token, or of each of several: of q, of k or of v.  A row of a head
+is read as three ranges of columns, the two halves that rotate against each other and the rest:
 
     [START, + HALF) first    [START + HALF, + HALF) second    the rest behind them, or before
 """
@@ -303,7 +303,7 @@ def launch_rope_write_kv(
     block_heads: int = _BLOCK_HEADS,
     num_warps: int | None = None,  # None: chosen by the size of a program
 ) -> None:
-    """One program per token and block of heads: q's blocks, k's, v's if it is given."""
+    """One program per block of tokens and of heads: q's blocks, k's, v's if it is given."""
     tokens, heads, dim = q.shape
     if tokens == 0:
         return

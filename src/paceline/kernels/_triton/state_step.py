@@ -186,7 +186,6 @@ def _state_step_kernel(
         q *= 1.0 / tl.sqrt(tl.sum(tl.where(is_dim, q * q, 0.0), axis=0) + EPS)
         k *= 1.0 / tl.sqrt(tl.sum(tl.where(is_dim, k * k, 0.0), axis=0) + EPS)
     q *= scale
-    _move_window(window_ptr, window_v, row_v, at_v, is_col, written, channels, WINDOW)
     kept = tl.exp(decay)
     u = rate * v
     if DELTA:
@@ -202,9 +201,11 @@ def _state_step_kernel(
         out *= norm_weight
     out_ptrs = out_ptr + req * heads * VALUE_DIM + of_value
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_col)
-    # Relaxed: an order would wait for states that others write.  None is needed: what is stored
-    # above is made of every column of the window that this program read.
+    # What is stored above is made of every column of the window that this program read.  Warps may
+    # read the same columns: behind the barrier none is still to, and from here on they are written.
     tl.debug_barrier()
+    _move_window(window_ptr, window_v, row_v, at_v, is_col, written, channels, WINDOW)
+    # Relaxed: an order would wait for states that others write, and none is needed.
     arrived_ptr += req * (heads // PER_KEY) + key_head
     num_arrived = tl.atomic_add(arrived_ptr, 1, sem="relaxed")
     state_ptrs, _ = state_tile(state_ptr, written, head, heads, dims, cols, KEY_DIM, VALUE_DIM)
