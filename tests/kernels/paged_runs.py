@@ -1,5 +1,8 @@
 """Launches of the attention kernels on paged cases, and their comparison with the definition."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 from paged_cases import BatchSpec, PagedCase, first_key_dropped, reference, worst_error
 from torch import Tensor
@@ -62,3 +65,24 @@ def assert_matches(
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
     wrong = first_key_dropped(case, prefix_only=prefix_only)
     assert worst_error(case, wrong, prefix_only=prefix_only) > 1.0
+
+
+def splits_by_length(tiles: Sequence[int], shares: int, min_tiles: int) -> list[int]:
+    """The splits of requests with so many tiles of keys: none has more than one and a half of
+    `shares` equal ones of all."""
+    most = max(min_tiles, math.ceil(1.5 * sum(tiles) / shares))
+    return [max(1, math.ceil(count / most)) for count in tiles]
+
+
+def assert_merged(partial_lse: Tensor, firsts: Sequence[int], live: Sequence[int]) -> None:
+    """Partial results of several splits, and no others, were left.
+
+    partial_lse: [slots, heads], NaN before; firsts, live: of each request its first slot and how
+    many splits it has.
+    """
+    left = {
+        first + index
+        for first, count in zip(firsts, live, strict=True)
+        for index in range(count if count > 1 else 0)
+    }
+    assert set(partial_lse.isfinite().all(-1).nonzero()[:, 0].tolist()) == left

@@ -18,9 +18,11 @@ from paged_runs import (
     DECODE,
     RAGGED,
     assert_matches,
+    assert_merged,
     outputs_of,
     run_decode,
     run_extend,
+    splits_by_length,
     workspace_of,
 )
 from torch import Tensor
@@ -182,8 +184,7 @@ def run_splits(
         firsts = [splits * req for req in range(num_reqs)]
         rows = splits * num_reqs
     else:
-        most = max(min_tiles, math.ceil(1.5 * sum(tiles) / shares))
-        live = [max(1, math.ceil(count / most)) for count in tiles]
+        live = splits_by_length(tiles, shares, min_tiles)
         firsts = [sum(live[:req]) for req in range(num_reqs)]
         rows = splits = decode_slots(num_reqs, shares)
     call = case.call()
@@ -199,12 +200,7 @@ def run_splits(
     )
     launch_paged_decode(call, workspace, splits=splits, shares=shares, config=config)
     assert not finished.any()
-    merged = {
-        first + index
-        for first, count in zip(firsts, live, strict=True)
-        for index in range(count if count > 1 else 0)
-    }
-    assert set(partial_lse.isfinite().all(-1).nonzero()[:, 0].tolist()) == merged
+    assert_merged(partial_lse, firsts, live)
     return outputs_of(call)
 
 
@@ -227,7 +223,7 @@ def case_without_splits(lens: tuple[int, ...]) -> tuple[PagedCase, tuple[Tensor,
     return case, run_splits(case, 1, 1)
 
 
-@pytest.mark.parametrize(("shares", "min_tiles"), [(3, 1), (8, 1), (8, 3), (40, 1)])
+@pytest.mark.parametrize(("shares", "min_tiles"), [(3, 1), (8, 1), (8, 3), (17, 1), (40, 1)])
 @pytest.mark.parametrize(
     "lens", [(97, 1, 43), (1, 1, 1, 97), (97, 97, 0, 97, 97, 17), (43, 43, 17)]
 )
@@ -290,10 +286,13 @@ def test_heads_that_were_measured_are_attended_to_by_one_warp() -> None:
     assert not takes(dtype=torch.float32)
 
 
-def test_splits_by_length_go_by_the_keys_of_a_chunk() -> None:
-    """Of 97 keys the last 17, of 43 the first 43 in three tiles."""
-    case = make_case(DECODE, Shape(window=Chunk(80)), seed=19)
-    assert_matches(case, run_splits(case, 0, 1, shares=6))
+@pytest.mark.parametrize("window", [Chunk(80), 40])
+def test_splits_by_length_go_by_the_keys_that_are_seen(window: int | Chunk) -> None:
+    """Of 97 keys the last 17 of a chunk, of 80 all, of 81 one."""
+    lens = (97, 80, 81, 160, 1, 43)
+    batch = BatchSpec(prefix_lens=tuple(n - 1 for n in lens), extend_lens=(1,) * len(lens))
+    case = make_case(batch, Shape(window=window), seed=19)
+    assert_matches(case, run_splits(case, 0, 1, shares=24))
 
 
 def test_a_merge_of_more_splits_than_it_reads_at_a_time_weighs_them_all() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from paged_cases import BatchSpec, PagedCase, Shape, make_case
-from paged_runs import CPU, assert_matches, outputs_of
+from paged_runs import CPU, assert_matches, assert_merged, outputs_of, splits_by_length
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
@@ -164,6 +164,10 @@ def run_shared(
         config=config,
     )
     assert not workspace.finished.any()
+    tiles = [-(-own // 16) for own in (case.kv_lens - shared.shared_lens).tolist()]
+    live = splits_by_length(tiles, shares, 1)
+    firsts = [sum(live[:req]) for req in range(reqs)]
+    assert_merged(workspace.partial_lse[:slots], firsts, live)
     return outputs_of(call)
 
 

@@ -268,20 +268,11 @@ TARGETS = (
             (),
             (
                 "kernels/test_paged_triton.py::test_splits_by_length_give_the_same",
-                "kernels/test_paged_triton.py::test_splits_by_length_go_by_the_keys_of_a_chunk",
-                "kernels/test_shared_prefix.py",
+                "kernels/test_paged_triton.py::test_splits_by_length_go_by_the_keys_that_are_seen",
+                "kernels/test_shared_prefix.py::test_decode_of_shared_prefixes_matches_reference",
+                "kernels/test_shared_prefix.py::test_what_is_shared_is_read_once",
             ),
         ),
-    ),
-    Target(
-        "kernels/_triton/shared_prefix.py",
-        ("_shared_common_kernel", "_shared_group_kernel", "_shared_place_kernel"),
-        Killers((), ("kernels/test_shared_prefix.py",)),
-    ),
-    Target(
-        "kernels/paged_attention/shared_prefix.py",
-        ("find_shared_reference",),
-        Killers((), ("kernels/test_shared_prefix.py",)),
     ),
     Target(
         "attention/backends/flashinfer_backend.py",
