@@ -83,6 +83,10 @@ _STATES = (
     *("mamba2/decode/recorded/frozen-rows-shuffled", "mamba2/extend/eager/prefill-shuffled"),
     "mamba2/target_verify/recorded/topk2-shuffled",
 )
+_ENCODERS = (
+    *("cross/decode/recorded/lengths", "cross/extend/recorded/lengths"),
+    "cross/target_verify/recorded/topk2",
+)
 _SCALED = (
     *("dense/extend/recorded/fp8-cache", "dense/decode/recorded/fp8-cache"),
     *("dense/target_verify/recorded/topk4-sinks", "swa/decode/recorded/window12-sinks-soft-cap"),
@@ -426,6 +430,19 @@ TARGETS = (
         Killers((), ("kernels/test_keep_states.py",)),
     ),
     Target("kernels/_triton/keep_states.py", (), Killers((), ("kernels/test_keep_states.py",))),
+    Target(
+        "runner/encoder.py",
+        ("derive_encoder", "EncoderRunner.plan"),
+        Killers(
+            _cells("torch", *_ENCODERS),
+            ("runner/states/test_encoder_engine.py", "llm/cross/test_mllama.py"),
+        ),
+    ),
+    Target(
+        "kernels/pool_rows.py",
+        ("pool_rows_reference",),
+        Killers((), ("kernels/test_pool_rows.py",)),
+    ),
     Target(
         "cache/states.py",
         (

@@ -33,7 +33,7 @@ from paceline.server.border.engine_main import require_served
 HIDDEN = 48
 SHORT = replace(GREEDY, max_tokens=12)
 PROMPTS = random_prompts((20, 5, 9, 26), seed=3)
-LENGTHS = (18, None, 3, 40)  # rows; None: no image
+LENGTHS = (18, None, 1, 40)  # rows; None: no image
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import tiny_checkpoints
 import torch
 import transformers
-from llm_cases import save_tokenizer
+from llm_cases import save_tokenizer, token_text
 from torch import Tensor
 
 from paceline.core.modes import Pooling
@@ -76,6 +76,8 @@ def make_embedder(
     theirs = transformers.Qwen3Model(config).eval().requires_grad_(False)
     theirs.save_pretrained(folder)
     save_tokenizer(folder)
+    as_it_is = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": token_text(0)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(as_it_is))  # for transformers
     if pooling is not None:
         write_modules(folder, pooling, normalize=normalize)
     return Embedder(folder, theirs)
