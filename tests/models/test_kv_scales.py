@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.core.errors import WeightsError
+from paceline.core.events import Event
 from paceline.core.parallel import Parallel
 from paceline.models.config import parse_config
-from paceline.models.kv_scales import has_kv_scales, kv_scale_name, read_kv_scales
+from paceline.models.kv_scales import has_kv_scales, kv_format, kv_scale_name, read_kv_scales
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
 from paceline.models.quantized.config import read_quantization
@@ -106,3 +107,29 @@ def test_a_config_that_quantises_the_cache_alone_is_read(folder: Path) -> None:
     for same in (quantised, *(quantised | {"config_groups": own} for own in ({}, of_nothing))):
         assert read_quantization({"quantization_config": same}) is None
         assert parse_config(config | {"quantization_config": same}) == parse_config(config)
+
+
+@pytest.mark.parametrize(
+    ("said", "others"),
+    [
+        (None, None),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, None),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, None),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "NVFP4"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 4}}, "4 bits"),
+    ],
+)
+def test_scales_of_another_format_are_not_taken_for_float8(
+    folder: Path, said: dict[str, object] | None, others: str | None
+) -> None:
+    add(folder, {BLOCK.format(1) + f"{side}_scale": torch.tensor(0.5) for side in "kv"})
+    events: list[Event] = []
+    config = {"quantization_config": said}
+    found = kv_format(
+        "fp8_e4m3", folder, config, num_layers=2, of_latents=False, notify=events.append
+    )
+    taken = 1.0 if others else 0.5
+    assert found.scales is not None
+    assert [(of.k, of.v) for of in found.scales.values()] == [(1.0, 1.0), (taken, taken)]
+    unused = [event.detail for event in events if event.reason == "kv_scales_unused"]
+    assert unused == ([f"those of the checkpoint; they are for {others}"] if others else [])

@@ -245,6 +245,7 @@ def decide_parts(prepared: Prepared, knobs: Knobs) -> Decided:
         kv=kv_format(
             known(options.kv_cache_dtype),
             source.folder if options.load_format != "dummy" else None,
+            source.config,
             num_layers=prepared.config.num_layers,
             of_latents=any(heads.v_in_k for heads in prepared.config.heads),
             notify=notify,

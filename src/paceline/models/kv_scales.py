@@ -3,14 +3,16 @@ format of a cache that has them."""
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.cache.pool import KVFormat, Scales, torch_kv_dtype
 from paceline.core.dtypes import FP8
 from paceline.core.errors import WeightsError
 from paceline.core.events import Event, Notify
 from paceline.models.checkpoint import Checkpoint, open_checkpoint
+from paceline.models.quantized.config import said_of
 
 # compressed-tensors, its forerunners and ModelOpt: beside the attention block, below its
 # projections, or, in older files, one for both sides, or what a projection's output was scaled by.
@@ -62,13 +64,31 @@ def read_kv_scales(folder: Path) -> dict[ScaleName, float]:
         }
 
 
+def other_format(config: Mapping[str, Any]) -> str | None:
+    """What else than float8 a whole config.json says that scales of a cache are for, as ModelOpt's
+    NVFP4, whose largest number is another; None: nothing else."""
+    said = said_of(config)
+    fields: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
+    algorithm, scheme = fields.get("kv_cache_quant_algo"), fields.get("kv_cache_scheme")
+    if isinstance(algorithm, str) and algorithm.upper() != "FP8":
+        return algorithm
+    bits = scheme.get("num_bits", 8) if isinstance(scheme, Mapping) else 8
+    return None if bits == 8 else f"{bits} bits"
+
+
 def kv_format(
-    name: str, weights: Path | None, *, num_layers: int, of_latents: bool, notify: Notify
+    name: str,
+    weights: Path | None,
+    config: Mapping[str, Any],
+    *,
+    num_layers: int,
+    of_latents: bool,
+    notify: Notify,
 ) -> KVFormat:
     """The format `name` (a value of kv_cache_dtype) for a checkpoint in folder `weights`.
 
-    weights: None where none are read.  of_latents: each row in float8 has a scale of its own.  Says
-    which scales were found, or are not used, by an event.
+    weights: None where none are read.  config: its whole config.json.  of_latents: each row in
+    float8 has a scale of its own.  Says which scales were found, or are not used, by an event.
     Raises WeightsError for a broken scale, or one of no layer, of a cache that would use it.
     """
     dtype = torch_kv_dtype(name)
@@ -78,6 +98,10 @@ def kv_format(
             notify(Event("kv_scales_unused", f"those of the checkpoint; {held}"))
         return KVFormat(dtype=dtype)
     found = {} if weights is None else read_kv_scales(weights)
+    others = other_format(config)
+    if found and others is not None:
+        notify(Event("kv_scales_unused", f"those of the checkpoint; they are for {others}"))
+        found = {}
     strangers = sorted({at.layer for at in found if at.layer >= num_layers})
     if strangers:
         raise WeightsError.about(
