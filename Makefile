@@ -35,7 +35,7 @@ install = $(UV) pip install --quiet --python $(BIN)/python --torch-backend=$(TOR
 	-c constraints.txt -e "$(1)"
 endif
 
-.PHONY: help setup demo test test-full lint mutants faults bench clean
+.PHONY: help setup demo test test-full compile lint mutants faults bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,9 @@ test: $(VENV)/.dev  ## the CPU suite
 
 test-full: $(VENV)/.dev  ## the CPU suite with the long products
 	$(pytest) -m "not gpu"
+
+compile: $(VENV)/.dev  ## every launch of the kernel tests, as a compiler for an H100 takes it; needs no GPU
+	PYTHONPATH=tests/kernels $(pytest) -p compiling -m "not gpu and not slow" tests/kernels
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .

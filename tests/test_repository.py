@@ -174,6 +174,7 @@ def test_make_has_the_usual_verbs():
         "demo",
         "test",
         "test-full",
+        "compile",
         "lint",
         "bench",
         "mutants",

@@ -1,5 +1,8 @@
-"""Kernels as a compiler takes them, for a GPU that need not be here, in a process of its own: in
-this one the interpreter may have them."""
+"""Kernels as a compiler takes them, for a GPU that need not be here.
+
+Triton decides when it is imported whether it interprets, so this is for processes of its own: those
+of `run_compiling`, and of `make compile` (compiling.py).
+"""
 
 import os
 import subprocess
@@ -8,24 +11,33 @@ from pathlib import Path
 
 _PREFACE = """
 import sys
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
+from absent_gpu import pretend
 from paceline.kernels._triton import launch
 
-class AbsentGPU:
-    def get_current_target(self):
-        return GPUTarget("cuda", int(sys.argv[1]), 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-driver.set_active(AbsentGPU())
-launch._overlaps = lambda device: int(sys.argv[1]) >= 90
+pretend(int(sys.argv[1]))
 """
+
+
+def pretend(arch: int) -> None:
+    """Have Triton compile for a GPU of that compute capability, 90 for 9.0, from here on."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from paceline.kernels._triton import launch
+
+    class AbsentGPU:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", arch, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    driver.set_active(AbsentGPU())
+    launch._overlaps = lambda device: arch >= 90
 
 
 def run_compiling(script: str, cache: Path, *, arch: str = "90") -> str:
