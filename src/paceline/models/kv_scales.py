@@ -91,17 +91,18 @@ def kv_format(
     float8 has a scale of its own.  Says which scales were found, or are not used, by an event.
     Raises WeightsError for a broken scale, or one of no layer, of a cache that would use it.
     """
-    dtype = torch_kv_dtype(name)
+    dtype, unused = torch_kv_dtype(name), None
+    if name != FP8:
+        unused = f"the cache is {name}"
+    elif of_latents:
+        unused = "rows of latents have their own"
+    elif (others := other_format(config)) is not None:
+        unused = f"they are for {others}"
+    if unused is not None and weights is not None and has_kv_scales(weights):
+        notify(Event("kv_scales_unused", f"those of the checkpoint; {unused}"))
     if name != FP8 or of_latents:
-        if weights is not None and has_kv_scales(weights):
-            held = f"the cache is {name}" if name != FP8 else "rows of latents have their own"
-            notify(Event("kv_scales_unused", f"those of the checkpoint; {held}"))
         return KVFormat(dtype=dtype)
-    found = {} if weights is None else read_kv_scales(weights)
-    others = other_format(config)
-    if found and others is not None:
-        notify(Event("kv_scales_unused", f"those of the checkpoint; they are for {others}"))
-        found = {}
+    found = {} if weights is None or unused is not None else read_kv_scales(weights)
     strangers = sorted({at.layer for at in found if at.layer >= num_layers})
     if strangers:
         raise WeightsError.about(
