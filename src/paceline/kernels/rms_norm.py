@@ -23,10 +23,18 @@ class RowScale(NamedTuple):
     size: int  # numbers of a row
     eps: float
 
-    def factors(self) -> Tensor:
-        """[tokens, 1] float32"""
+    def of(self, x: Tensor) -> Tensor:
+        """x [tokens, dim] in any dtype -> [tokens, dim] float32: its rows, scaled."""
         total = self.squares.sum(1, keepdim=True)
-        return torch.rsqrt(total / self.size + self.eps)
+        return x.float() * torch.rsqrt(total / self.size + self.eps)
+
+
+UNSCALED = (None, 1, 0.0)  # what an operator is given in place of a RowScale
+
+
+def _row_scale(squares: Tensor | None, size: int, eps: float) -> RowScale | None:
+    """Of an operator's arguments."""
+    return None if squares is None else RowScale(squares, size, eps)
 
 
 def rms_norm_reference(
@@ -65,7 +73,7 @@ def add_rms_norm_reference(
 ) -> tuple[Tensor, Tensor]:
     """The definition.  Returns (normalised sum, sum), both in residual's dtype; mutates nothing."""
     if scale is not None:
-        total = (residual + x.float() * scale.factors()).to(residual.dtype)
+        total = (residual + scale.of(x)).to(residual.dtype)
     else:
         total = residual + (x if x.dim() == residual.dim() else x.sum(0).to(residual.dtype))
     normed = rms_norm_reference(total, weight, eps, unit_offset=unit_offset, wide=wide)
@@ -95,7 +103,7 @@ def bind_rms_norm(
 
     def run() -> None:
         if addend is not None and scale is not None:
-            x.copy_(x + addend.float() * scale.factors())
+            x.copy_(x + scale.of(addend))
         elif addend is not None:
             x.add_(addend)
         if row is not x:
@@ -128,7 +136,7 @@ def _bind_add_rms_norm(
     out: Tensor,
 ) -> Run:
     if x.dim() == residual.dim():
-        scale = None if squares is None else RowScale(squares, size, scale_eps)
+        scale = _row_scale(squares, size, scale_eps)
         return bind_rms_norm(residual, weight, eps, unit_offset, wide, out, addend=x, scale=scale)
     total = torch.empty_like(residual)
     norm = bind_rms_norm(residual, weight, eps, unit_offset, wide, out, addend=total)
@@ -162,7 +170,7 @@ def _add_rms_norm_cuda(
 ) -> None:
     from paceline.kernels._triton.rms_norm import launch_rms_norm
 
-    scale = None if squares is None else RowScale(squares, size, scale_eps)
+    scale = _row_scale(squares, size, scale_eps)
     launch_rms_norm(
         x, residual, weight, eps=eps, unit_offset=unit_offset, wide=wide, out=out, scale=scale
     )
@@ -180,9 +188,6 @@ _ADD_RMS_NORM = define_op(
     bind=_bind_add_rms_norm,
     cuda=_add_rms_norm_cuda,
 )
-
-
-_UNSCALED = (None, 1, 0.0)
 
 
 def rms_norm(
@@ -234,7 +239,7 @@ def add_rms_norm(
     if scale is not None:
         _check_squares(scale.squares, x)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    _ADD_RMS_NORM(x, residual, weight, eps, unit_offset, wide, *(scale or _UNSCALED), out)
+    _ADD_RMS_NORM(x, residual, weight, eps, unit_offset, wide, *(scale or UNSCALED), out)
     return out
 
 

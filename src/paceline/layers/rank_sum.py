@@ -66,7 +66,7 @@ def total(x: Delta) -> Tensor:
     if isinstance(x, ProductParts):
         return x.parts.sum(0).to(x.dtype)
     if isinstance(x, Unscaled):
-        return (x.rows.float() * x.scale.factors()).to(x.rows.dtype)
+        return x.scale.of(x.rows).to(x.rows.dtype)
     return all_reduce(x.part, x.exchange) if isinstance(x, RankParts) else x
 
 

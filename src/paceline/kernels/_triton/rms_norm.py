@@ -6,7 +6,7 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
-from paceline.kernels.rms_norm import RowScale
+from paceline.kernels.rms_norm import UNSCALED, RowScale
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def launch_rms_norm(
     num_rows = x.shape[0] * heads
     if num_rows == 0:
         return
-    squares, size, scale_eps = scale or (None, 1, 0.0)
+    squares, size, scale_eps = scale or UNSCALED
     num_squares = 0 if squares is None else squares.shape[1]
     block_dim = next_power_of_2(max(dim, num_squares))
     block_rows = max(1, 1024 // block_dim)
