@@ -346,7 +346,7 @@ def fits_groups(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
         and arch[0] == _MAJOR
         and q.shape[0] >= _LEAST_TOKENS
         and out.dtype == q.dtype
-        and all(is_copyable(x) and x.shape[2] == x.stride(1) == _DIM for x in (q, k, v))
+        and all(is_copyable(x) and x.shape[-1] == x.stride(-2) == _DIM for x in (q, k, v))
         and k.shape[0] > 0
     )
 
