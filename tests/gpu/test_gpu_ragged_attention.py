@@ -108,8 +108,8 @@ SHAPES = {
         num_heads=24, num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=32,
         dtype=torch.float16,
     ),
-    "16 of 1, page 64": Shape(
-        num_heads=16, num_kv_heads=1, head_dim=128, v_head_dim=128, page_size=64,
+    "32 of 1, page 64": Shape(
+        num_heads=32, num_kv_heads=1, head_dim=128, v_head_dim=128, page_size=64,
         dtype=torch.bfloat16,
     ),
 }  # fmt: skip

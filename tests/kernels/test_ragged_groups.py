@@ -90,7 +90,7 @@ def test_a_compiler_takes_both_forms(tmp_path: Path) -> None:
     assert found.splitlines() == ["72 2 True True", "1", "80 1 True True", "1"]
 
 
-def test_many_queries_of_wide_heads_take_it_on_hopper() -> None:
+def test_wide_heads_take_it_on_hopper() -> None:
     from paceline.kernels._triton.ragged_attention import fits_groups
 
     def fits(tokens=1024, dim=128, heads=4, first=0, **where) -> bool:
@@ -101,7 +101,6 @@ def test_many_queries_of_wide_heads_take_it_on_hopper() -> None:
             return fits_groups(x, x, x, torch.empty_like(x, dtype=where["out"]))
 
     assert fits()
-    assert not fits(tokens=1023)
     assert not fits(dim=64)
     assert not fits(dim=256)
     assert fits(first=8)
@@ -144,7 +143,6 @@ OTHERS: dict[str, Changed] = {
     "pages of 48": of_pages(48),
     "float8": of_pages(16, torch.float8_e4m3fn),
     "other numbers": of_pages(16, torch.float16),
-    "few": lambda call: call._replace(q=call.q[:1023]),
 }
 
 
@@ -170,35 +168,53 @@ WIDE = Shape(num_heads=4, head_dim=128, v_head_dim=128, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("batch", "many", "asked", "started"),
+    ("least", "many", "launches"),
     [
-        (BatchSpec(prefix_lens=(5, 0), extend_lens=(9, 9)), 1, (0, False), []),
-        (BatchSpec(prefix_lens=(5, 0), extend_lens=(1, 9)), 2, (4, True), [(16, True)]),
-        (BatchSpec(prefix_lens=(5, 0), extend_lens=(1, 9)), 3, (0, False), []),
+        (10 * 4, 3, ["groups above 0"]),
+        (10 * 4 + 1, 3, ["above 0"]),
+        (10 * 4, 2, ["groups above 4, leads", "up to 16, follows"]),
+        (10 * 4 + 1, 2, ["groups above 4, leads", "up to 16, follows"]),
     ],
 )
 def test_decodes_beside_prompts_stay_with_the_other_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-    batch: BatchSpec,
-    many: int,
-    asked: tuple[int, bool],
-    started: list[tuple[int, bool]],
+    monkeypatch: pytest.MonkeyPatch, least: int, many: int, launches: list[str]
 ) -> None:
-    """Of four heads to a KV head 16 rows are four queries."""
+    """A decode and nine queries; of four heads to a KV head 16 rows are four queries."""
     from paceline.kernels._triton import paged_extend as kernels
     from paceline.kernels._triton import ragged_groups as groups
 
-    found: list[Any] = []
+    found: list[str] = []
 
     def launch(call: PagedCall, *, above: int, leads: bool) -> None:
-        found.append((above, leads))
+        found.append(f"groups above {above}{', leads' * leads}")
 
-    def start(*args: Any, most: int, follows: bool) -> None:
-        found.append((most, follows))
+    def start(*args: Any, most: int = 0, above: int = 0, follows: bool = False, **_: Any) -> None:
+        found.append(f"up to {most}, follows" if follows else f"above {above}")
 
     monkeypatch.setattr(kernels, "takes_groups", lambda call: True)
+    monkeypatch.setattr(kernels, "_GROUP_ROWS", least)
     monkeypatch.setattr(kernels, "_MANY_PROGRAMS", many)
     monkeypatch.setattr(kernels, "_start", start)
     monkeypatch.setattr(groups, "launch_paged_groups", launch)
-    paged_extend(make_case(batch, WIDE, seed=1).call())
-    assert found == [asked, *started]
+    paged_extend(make_case(BatchSpec(prefix_lens=(5, 0), extend_lens=(1, 9)), WIDE, seed=1).call())
+    assert found == launches
+
+
+@pytest.mark.parametrize("tokens", [1023, 1024])
+def test_whole_texts_take_it_from_so_many_queries_on(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    from paceline.kernels._triton import ragged_attention as kernels
+    from paceline.kernels._triton import ragged_groups as groups
+
+    found: list[str] = []
+    monkeypatch.setattr(kernels, "fits_groups", lambda *given: True)
+    monkeypatch.setattr(kernels, "launch", lambda *given, **options: found.append("other"))
+    monkeypatch.setattr(
+        groups, "launch_ragged_groups", lambda *given, **options: found.append("groups")
+    )
+    x, cu = torch.empty(tokens, 2, 128), torch.zeros(2, dtype=torch.int32)
+    kernels.launch_ragged_attention(
+        x, x, x, None, None, cu, cu, None, None, 1.0, None, None, 1, x, torch.empty(tokens, 2)
+    )
+    assert found == ["groups" if tokens == 1024 else "other"]

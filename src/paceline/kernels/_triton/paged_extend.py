@@ -39,6 +39,7 @@ _MANY_LATENT = (
 )
 _PART_COLUMNS = 64  # of 16 bits: eight threads load them, so that a warp loads of four keys at once
 _GROUP_PAGES = (16, 32, 64, 128)  # tokens, of which `ragged_groups` makes tiles
+_GROUP_ROWS = 24576  # queries times heads from which it is faster, where all prompts are fresh
 _ROOMY = 163840  # bytes of shared memory for tiles on their way while others are read
 _MANY_PROGRAMS = 128  # fewer run in the shade of the longer requests, and alone would wait for keys
 
@@ -178,7 +179,8 @@ def launch_paged_extend(
     is_alike = tokens == num_reqs * reqs.max_extend_len or max_rows <= _SHORT_ROWS
     is_alone = splits > 1 or is_alike or kv_heads * num_reqs < _MANY_PROGRAMS
     above = 0 if is_alone else _SHORT_ROWS
-    if is_usual and splits == 1 and takes_groups(call):
+    is_enough = tokens * heads >= _GROUP_ROWS or not is_alone
+    if is_usual and splits == 1 and is_enough and takes_groups(call):
         from paceline.kernels._triton.ragged_groups import launch_paged_groups
 
         launch_paged_groups(call, above=above // group, leads=not is_alone)
@@ -195,8 +197,7 @@ def launch_paged_extend(
 
 
 def takes_groups(call: PagedCall) -> bool:
-    """Whether `launch_paged_groups` takes a call, and is the faster way; shapes, strides and dtypes
-    only."""
+    """Whether `launch_paged_groups` takes a call; shapes, strides and dtypes only."""
     q, cache, rows, weighing, out, _ = call
     return (
         rows.mask is MaskKind.CAUSAL

@@ -62,16 +62,17 @@ _LONG = 2048  # queries, of which a tile that a mask divides is a small part
 
 
 @gluon.jit
-def _costs(num_q, num_k, CAUSAL: gl.constexpr, BLOCK_ROWS: gl.constexpr):
+def _costs(num_q, num_k, is_even, CAUSAL: gl.constexpr, BLOCK_ROWS: gl.constexpr):
     """Of one head's, or pair's, tiles of queries: how many, what the first costs, what each is more
-    than the one before, and what the first and the last do together."""
-    rise = gl.where(num_k > 0, BLOCK_ROWS // _COST_KEYS if CAUSAL else 0, 0)
+    than the one before, and what the first and the last do together.  is_even: all the same."""
+    is_even |= num_k == 0
+    rise = gl.where(is_even, 0, BLOCK_ROWS // _COST_KEYS if CAUSAL else 0)
     if CAUSAL:
         walked = gl.maximum(num_k - num_q, 0) // _COST_KEYS + rise
     else:
         walked = (num_k + _COST_KEYS - 1) // _COST_KEYS
     tiles = (num_q + BLOCK_ROWS - 1) // BLOCK_ROWS
-    least = gl.where(num_k > 0, walked, 0) + _COST_OF_ITEM
+    least = gl.where(is_even, 0, walked) + _COST_OF_ITEM
     return tiles, least, rise, 2 * least + rise * (tiles - 1)
 
 
@@ -102,6 +103,7 @@ def _num_keys(requests, k_lens_ptr, reqs, PAGE_SIZE: gl.constexpr):
 def _all_costs(
     first,
     texts,
+    is_even,
     CAUSAL: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
@@ -112,7 +114,7 @@ def _all_costs(
     requests = first + gl.arange(0, _BLOCK_REQS, layout=layout)
     num_q = _num_queries(requests, cu_q_ptr, tokens, reqs, above)
     num_k = _num_keys(requests, k_lens_ptr, reqs, PAGE_SIZE)
-    tiles, _least, _rise, ends = _costs(num_q, num_k, CAUSAL, BLOCK_ROWS)
+    tiles, _least, _rise, ends = _costs(num_q, num_k, is_even, CAUSAL, BLOCK_ROWS)
     return tiles, tiles * ends // 2
 
 
@@ -141,17 +143,23 @@ def _begin(
 ):
     """(index, request, unit, place among that's tiles) of a program's first item."""
     cu_q_ptr, k_lens_ptr, tokens, reqs, above = texts
+    all_tiles = 0
     all_costs = 0
     for block in range(0, reqs + 1, _BLOCK_REQS):
-        _tiles, costs = _all_costs(block, texts, CAUSAL, PAGE_SIZE, BLOCK_ROWS)
+        tiles, costs = _all_costs(block, texts, False, CAUSAL, PAGE_SIZE, BLOCK_ROWS)
+        all_tiles += gl.sum(tiles, 0)
         all_costs += gl.sum(costs, 0)
-    target = all_costs.to(gl.int64) * units * program // gl.num_programs(0)
+    is_even = all_tiles * units <= gl.num_programs(0)  # one for each
+    all_costs = gl.where(is_even, all_tiles * _COST_OF_ITEM, all_costs)
+    # Exact as floats of 64 bits, and divided faster than integers of as many.
+    wanted = all_costs.to(gl.float64) * units * program
+    target = (wanted / gl.num_programs(0)).to(gl.int64)
     request = 0
     before = 0  # tiles of earlier requests, of one unit
     spent = 0  # what these cost
     sum_costs = 0
     for block in range(0, reqs + 1, _BLOCK_REQS):
-        tiles, costs = _all_costs(block, texts, CAUSAL, PAGE_SIZE, BLOCK_ROWS)
+        tiles, costs = _all_costs(block, texts, is_even, CAUSAL, PAGE_SIZE, BLOCK_ROWS)
         up_to = sum_costs + gl.associative_scan(costs, 0, _add)
         is_before = up_to.to(gl.int64) * units <= target
         request += gl.sum(is_before.to(gl.int32), 0)
@@ -161,11 +169,11 @@ def _begin(
     request = gl.minimum(request, reqs)
     num_q = _num_queries(request, cu_q_ptr, tokens, reqs, above)
     num_k = _num_keys(request, k_lens_ptr, reqs, PAGE_SIZE)
-    tiles, least, rise, ends = _costs(num_q, num_k, CAUSAL, BLOCK_ROWS)
+    tiles, least, rise, ends = _costs(num_q, num_k, is_even, CAUSAL, BLOCK_ROWS)
     own = gl.maximum(tiles * ends // 2, 1)
     rest = target - spent.to(gl.int64) * units
-    unit = (rest // own).to(gl.int32)
-    rest = (rest % own).to(gl.int32)
+    unit = (rest.to(gl.float64) / own).to(gl.int32)
+    rest = (rest - unit.to(gl.int64) * own).to(gl.int32)
     pair = rest // ends
     longer = least + rise * (tiles - 1 - _pair(pair, unit, tiles))
     place = 2 * pair + (rest % ends >= longer).to(gl.int32)
@@ -497,8 +505,12 @@ def _ragged_groups_kernel(
     BLOCK_ROWS: gl.constexpr = _ROWS * _GROUPS // HEADS
     texts = (cu_q_ptr, k_lens_ptr, tokens, reqs, above)
     program = gl.program_id(0)
-    stop, _request, _unit, _place = _begin(program + 1, texts, units, CAUSAL, PAGE_SIZE, BLOCK_ROWS)
-    start, request, unit, place = _begin(program, texts, units, CAUSAL, PAGE_SIZE, BLOCK_ROWS)
+    stop, start, request, unit, place = 0, 0, 0, 0, 0
+    for turn in range(2):  # once in the code: fetching it takes longer than what it does
+        stop = start
+        start, request, unit, place = _begin(
+            program + 1 - turn, texts, units, CAUSAL, PAGE_SIZE, BLOCK_ROWS
+        )
     count, first_item = stop - start, (request, unit, place)
     if PAGE_SIZE is None:
         k_pieces, v_pieces = k_smem, v_smem
