@@ -168,16 +168,16 @@ WIDE = Shape(num_heads=4, head_dim=128, v_head_dim=128, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("least", "many", "launches"),
+    ("least", "mixed", "many", "launches"),
     [
-        (10 * 4, 3, ["groups above 0"]),
-        (10 * 4 + 1, 3, ["above 0"]),
-        (10 * 4, 2, ["groups above 4, leads", "up to 16, follows"]),
-        (10 * 4 + 1, 2, ["groups above 4, leads", "up to 16, follows"]),
+        (10 * 4, 99, 3, ["groups above 0"]),
+        (10 * 4 + 1, 1, 3, ["above 0"]),
+        (99, 10 * 4, 2, ["groups above 4, leads", "up to 16, follows"]),
+        (1, 10 * 4 + 1, 2, ["above 16", "up to 16, follows"]),
     ],
 )
 def test_decodes_beside_prompts_stay_with_the_other_kernel(
-    monkeypatch: pytest.MonkeyPatch, least: int, many: int, launches: list[str]
+    monkeypatch: pytest.MonkeyPatch, least: int, mixed: int, many: int, launches: list[str]
 ) -> None:
     """A decode and nine queries; of four heads to a KV head 16 rows are four queries."""
     from paceline.kernels._triton import paged_extend as kernels
@@ -193,6 +193,7 @@ def test_decodes_beside_prompts_stay_with_the_other_kernel(
 
     monkeypatch.setattr(kernels, "takes_groups", lambda call: True)
     monkeypatch.setattr(kernels, "_GROUP_ROWS", least)
+    monkeypatch.setattr(kernels, "_MIXED_GROUP_ROWS", mixed)
     monkeypatch.setattr(kernels, "_MANY_PROGRAMS", many)
     monkeypatch.setattr(kernels, "_start", start)
     monkeypatch.setattr(groups, "launch_paged_groups", launch)

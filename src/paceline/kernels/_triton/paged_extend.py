@@ -1,5 +1,5 @@
 """Launches of paged_extend: which tiles, in how many launches.  The kernel is in
-paged_extend_kernel.py.
+paged_extend_kernel.py; prompts are ragged_groups.py's where that takes them.
 """
 
 from functools import partial
@@ -39,7 +39,8 @@ _MANY_LATENT = (
 )
 _PART_COLUMNS = 64  # of 16 bits: eight threads load them, so that a warp loads of four keys at once
 _GROUP_PAGES = (16, 32, 64, 128)  # tokens, of which `ragged_groups` makes tiles
-_GROUP_ROWS = 24576  # queries times heads from which it is faster, where all prompts are fresh
+# Queries times heads from which it is faster, and with a launch of decodes beside it.
+_GROUP_ROWS, _MIXED_GROUP_ROWS = 24576, 6144
 _ROOMY = 163840  # bytes of shared memory for tiles on their way while others are read
 _MANY_PROGRAMS = 128  # fewer run in the shade of the longer requests, and alone would wait for keys
 
@@ -179,7 +180,7 @@ def launch_paged_extend(
     is_alike = tokens == num_reqs * reqs.max_extend_len or max_rows <= _SHORT_ROWS
     is_alone = splits > 1 or is_alike or kv_heads * num_reqs < _MANY_PROGRAMS
     above = 0 if is_alone else _SHORT_ROWS
-    is_enough = tokens * heads >= _GROUP_ROWS or not is_alone
+    is_enough = tokens * heads >= (_GROUP_ROWS if is_alone else _MIXED_GROUP_ROWS)
     if is_usual and splits == 1 and is_enough and takes_groups(call):
         from paceline.kernels._triton.ragged_groups import launch_paged_groups
 

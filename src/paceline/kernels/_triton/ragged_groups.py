@@ -1,16 +1,22 @@
-"""ragged_attention of many queries on Hopper: groups of warps with a part each.
+"""ragged_attention and paged_extend of many queries on Hopper: groups of warps with a part each.
 
 One group asks for tiles by the copy engine, two multiply, each 64 queries against the same keys,
 and while one has its softmax the other multiplies.  A group, too, asks for the scores of a tile
 before it multiplies the weights of the one before, so that its softmax stands beside that product
 (FlashAttention 3, arXiv:2407.08608, section 3).  The two have the same queries of two heads that
-share a KV head, or neighbours of one head.
+share a KV head, or neighbours of one head.  Keys lie side by side, or in pages: a tile is then
+asked for in pieces.
 
-A program for each processor takes items in turns: of a head, or pair, each request, and of that
-each tile of queries, the last, which see the most keys, first; of its keys the last tile first, the
-one that masks divide.  Rows behind cu_q[-1] are one more request, without keys.  Programs have
-ranges of the same cost, as far as items are whole: an item costs a tile of keys for each that it
-walks, and as much as _COST_OF_ITEM of them.
+A program for each processor takes items in turns: of a request each unit, a head or a pair, and of
+that each tile of queries; of its keys the last tile first, the one that masks divide.  Rows behind
+cu_q[-1] are one more request, without keys.  Programs have ranges of the same cost, as far as items
+are whole: an item costs what it walks, in 64 keys, and as much as _COST_OF_ITEM of these.  So that
+ranges are alike, tiles come by pairs of a long and a short one, whose costs are the same together,
+and a unit begins with the pair that the one before ended with.  Worked example, 5 tiles, causal:
+
+    place        0 1 2 3 4      the last tile of queries sees the most keys
+    even units   4 0 3 1 2
+    odd units    3 1 4 0 2
 """
 
 from typing import Any, NamedTuple
@@ -38,7 +44,7 @@ _GROUPS = gl.constexpr(2)
 _WARPS = gl.constexpr(4)  # of each group
 _BLOCK_REQS = gl.constexpr(512)  # requests that are looked at together
 _COST_KEYS = gl.constexpr(64)  # whose products are a unit of cost
-_COST_OF_ITEM = gl.constexpr(2)  # beside its keys
+_COST_OF_ITEM = gl.constexpr(4)  # beside its keys
 # Registers of a thread: of those that multiply, and of those that load.
 _REGISTERS, _FEW_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 _PIECE_BYTES = 128  # of a row that lie together in shared memory, by which it is swizzled
@@ -151,9 +157,7 @@ def _begin(
         all_costs += gl.sum(costs, 0)
     is_even = all_tiles * units <= gl.num_programs(0)  # one for each
     all_costs = gl.where(is_even, all_tiles * _COST_OF_ITEM, all_costs)
-    # Exact as floats of 64 bits, and divided faster than integers of as many.
-    wanted = all_costs.to(gl.float64) * units * program
-    target = (wanted / gl.num_programs(0)).to(gl.int64)
+    target = all_costs.to(gl.int64) * units * program // gl.num_programs(0)
     request = 0
     before = 0  # tiles of earlier requests, of one unit
     spent = 0  # what these cost
@@ -172,8 +176,8 @@ def _begin(
     tiles, least, rise, ends = _costs(num_q, num_k, is_even, CAUSAL, BLOCK_ROWS)
     own = gl.maximum(tiles * ends // 2, 1)
     rest = target - spent.to(gl.int64) * units
-    unit = (rest.to(gl.float64) / own).to(gl.int32)
-    rest = (rest - unit.to(gl.int64) * own).to(gl.int32)
+    unit = (rest // own).to(gl.int32)
+    rest = (rest % own).to(gl.int32)
     pair = rest // ends
     longer = least + rise * (tiles - 1 - _pair(pair, unit, tiles))
     place = 2 * pair + (rest % ends >= longer).to(gl.int32)
