@@ -1,12 +1,16 @@
-"""ragged_attention on a GPU where groups of warps take it: no interpreter runs these."""
+"""ragged_attention and paged_extend on a GPU where groups of warps take them: no interpreter runs
+these."""
 
 from typing import Any
 
 import pytest
 import torch
+from paged_cases import BatchSpec, PagedCase, Shape, make_case, reference, worst_error
 from torch import Tensor
 
+from paceline.kernels._triton import paged_extend as extend_kernels
 from paceline.kernels._triton import ragged_groups as kernel
+from paceline.kernels.paged_attention import PagedCall, paged_extend
 from paceline.kernels.ragged_attention import ragged_attention
 
 # Warnings of drivers and compilers are shown and fail nothing.
@@ -94,3 +98,126 @@ def test_many_short_requests(taken: list[bool]) -> None:
     wanted = torch.einsum("rhqk,rkhd->rqhd", scores.softmax(-1), q.double().view(400, 3, 2, DIM))
     torch.testing.assert_close(out.double(), wanted.reshape(out.shape), rtol=1e-2, atol=1e-2)
     assert taken
+
+
+LLAMA = Shape(num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, dtype=torch.bfloat16)
+# Heads that pair off and such that do not, pages of which a tile has several, or one.
+SHAPES = {
+    "32 of 8": LLAMA,
+    "24 of 8, page 32": Shape(
+        num_heads=24, num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=32,
+        dtype=torch.float16,
+    ),
+    "32 of 1, page 64": Shape(
+        num_heads=32, num_kv_heads=1, head_dim=128, v_head_dim=128, page_size=64,
+        dtype=torch.bfloat16,
+    ),
+}  # fmt: skip
+PROMPTS = BatchSpec(prefix_lens=(0, 0, 0, 0), extend_lens=(300, 65, 800, 128))
+CHUNKS = BatchSpec(prefix_lens=(700, 16, 31, 0), extend_lens=(513, 64, 1, 700))
+MIXED = BatchSpec(
+    prefix_lens=(700, 0, 100, 31, 16, 5, 0, 1000, 64, 77, 33, 15, 0, *range(9)),
+    extend_lens=(1, 64, 3, 65, 127, 1, 128, 129, 300, 513, 1, 2, 5, *(1,) * 9),
+)
+LONG = BatchSpec(prefix_lens=(70, 0), extend_lens=(2500, 30))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What each launch of groups was asked for."""
+    marks: list[dict[str, Any]] = []
+    real = kernel.launch_paged_groups
+
+    def launch(call: PagedCall, **options: Any) -> None:
+        marks.append(options)
+        real(call, **options)
+
+    monkeypatch.setattr(kernel, "launch_paged_groups", launch)
+    return marks
+
+
+def assert_matches(case: PagedCase, call: PagedCall) -> None:
+    assert worst_error(case, call.out) <= 1.0
+    torch.testing.assert_close(call.lse, reference(case)[1], rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [PROMPTS, CHUNKS, MIXED, LONG])
+@pytest.mark.parametrize("name", SHAPES)
+def test_prompts_in_pages_give_what_the_definition_gives(
+    name: str, batch: BatchSpec, asked: list[dict[str, Any]]
+) -> None:
+    """Dead slots and free pages are NaN, and the tables name free pages behind a request's last."""
+    case = make_case(batch, SHAPES[name], seed=5, device="cuda")
+    call = case.call()
+    paged_extend(call)
+    assert asked
+    assert_matches(case, call)
+
+
+def test_decodes_beside_prompts_are_those_of_any_mixed_step(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(MIXED, LLAMA, seed=6, device="cuda")
+    ours, other = case.call(), case.call()
+    paged_extend(ours)
+    assert asked == [{"above": 4, "leads": True}]
+    monkeypatch.setattr(extend_kernels, "takes_groups", lambda call: False)
+    paged_extend(other)
+    for request, extend in enumerate(MIXED.extend_lens):
+        if extend <= 4:
+            rows = case.rows_of(request)
+            assert torch.equal(ours.out[rows], other.out[rows])
+
+
+def test_a_prompt_is_the_same_in_chunks_and_beside_others(asked: list[dict[str, Any]]) -> None:
+    whole = make_case(
+        BatchSpec(prefix_lens=(40, 500), extend_lens=(300, 1400)), LLAMA, seed=7, device="cuda"
+    )
+    call = whole.call()
+    paged_extend(call)
+    rows = call.rows
+    first, stop = 300, 1700
+    # The second request again, as two chunks of one step.
+    lens = torch.tensor([[500, 833], [833, 1900]], device="cuda", dtype=torch.int32)
+    again = whole.call()._replace(
+        q=call.q[first:],
+        rows=rows._replace(
+            page_table=rows.page_table[[1, 1]],
+            prefix_lens=lens[0],
+            kv_lens=lens[1],
+            cu_seqlens_q=torch.tensor([0, 333, 1400], device="cuda", dtype=torch.int32),
+        ),
+    )
+    again = again._replace(out=again.out[first:], lse=again.lse[first:])  # type: ignore[index]
+    paged_extend(again)
+    assert len(asked) == 2
+    assert torch.equal(again.out, call.out[first:stop])
+
+
+def test_a_graph_follows_the_lengths(asked: list[dict[str, Any]]) -> None:
+    """Captured with decodes and prompts, replayed with other ones, with decodes alone and with no
+    prompt that a tile would hold."""
+    case = make_case(
+        BatchSpec(prefix_lens=(600,) * 20, extend_lens=(60,) * 20), LLAMA, seed=8, device="cuda"
+    )
+    call = case.call()
+    call = call._replace(rows=call.rows._replace(max_extend_len=1200))
+    paged_extend(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_extend(call)
+    assert len(asked) == 2
+    for extends in ([60] * 20, [1] * 19 + [640], [4, 5] * 10, [1] * 20, [0] * 19 + [650]):
+        extend = torch.tensor(extends, device="cuda", dtype=torch.int32)
+        case.extend_lens.copy_(extend)
+        case.prefix_lens.copy_((660 - extend).clamp(max=600))
+        case.kv_lens.copy_(case.prefix_lens + extend)
+        case.cu_seqlens_q[1:].copy_(extend.cumsum(0))
+        for _ in range(2):
+            call.out.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            live = sum(extends)
+            wanted, _ = reference(case)
+            error = (call.out[:live].double() - wanted[:live]).norm() / wanted[:live].norm()
+            assert error < 3e-3, extends

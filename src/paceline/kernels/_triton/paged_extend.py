@@ -1,5 +1,5 @@
 """Launches of paged_extend: which tiles, in how many launches.  The kernel is in
-paged_extend_kernel.py.
+paged_extend_kernel.py; prompts are ragged_groups.py's where that takes them.
 """
 
 from functools import partial
@@ -10,6 +10,7 @@ import torch
 from paceline.core.modes import MaskKind
 from paceline.kernels._triton.launch import launch, overlap_options
 from paceline.kernels._triton.paged_extend_kernel import paged_extend_kernel
+from paceline.kernels._triton.ragged_attention import fits_groups
 from paceline.kernels._triton.runtime import (
     SplitConfig,
     block_dim,
@@ -22,7 +23,7 @@ from paceline.kernels._triton.runtime import (
 )
 from paceline.kernels._triton.split_merge import launch_merge, splits_per_load
 from paceline.kernels._triton.visible_keys import block_nodes
-from paceline.kernels.paged_attention.call import PagedCall
+from paceline.kernels.paged_attention.call import PagedCall, Weighing
 from paceline.kernels.paged_attention.splits import (
     FEW_ROWS,
     WIDE_ROWS,
@@ -37,6 +38,9 @@ _MANY_LATENT = (
     16  # programs of few wide rows: each has many keys, and its warps wait for one another
 )
 _PART_COLUMNS = 64  # of 16 bits: eight threads load them, so that a warp loads of four keys at once
+_GROUP_PAGES = (16, 32, 64, 128)  # tokens, of which `ragged_groups` makes tiles
+# Queries times heads from which it is faster, and with a launch of decodes beside it.
+_GROUP_ROWS, _MIXED_GROUP_ROWS = 24576, 6144
 _ROOMY = 163840  # bytes of shared memory for tiles on their way while others are read
 _MANY_PROGRAMS = 128  # fewer run in the shade of the longer requests, and alone would wait for keys
 
@@ -145,6 +149,7 @@ def launch_paged_extend(
             is_split=is_split,
         )
 
+    is_usual = config is None
     config = config or tiles_of(max_rows, is_split=splits > 1)
     constants = {
         "MASK": reqs.mask.value,
@@ -173,16 +178,35 @@ def launch_paged_extend(
     in_slots = splits == 1 and slots < tiles * num_reqs
     grid = (slots, kv_heads, 1) if in_slots else (tiles, kv_heads * num_reqs, splits)
     is_alike = tokens == num_reqs * reqs.max_extend_len or max_rows <= _SHORT_ROWS
-    if splits > 1 or is_alike or kv_heads * num_reqs < _MANY_PROGRAMS:
-        start(config, grid, in_slots=in_slots)
-        if splits > 1 and v_in_k:
-            assert workspace is not None, "splits meet in one"
-            launch_merge(call, workspace, splits=splits)
+    is_alone = splits > 1 or is_alike or kv_heads * num_reqs < _MANY_PROGRAMS
+    above = 0 if is_alone else _SHORT_ROWS
+    is_enough = tokens * heads >= (_GROUP_ROWS if is_alone else _MIXED_GROUP_ROWS)
+    if is_usual and splits == 1 and is_enough and takes_groups(call):
+        from paceline.kernels._triton.ragged_groups import launch_paged_groups
+
+        launch_paged_groups(call, above=above // group, leads=not is_alone)
+    else:
+        start(config, grid, above=above, in_slots=in_slots, leads=not is_alone)
+    if splits > 1 and v_in_k:
+        assert workspace is not None, "splits meet in one"
+        launch_merge(call, workspace, splits=splits)
+    if is_alone:
         return
     few = tiles_of(_SHORT_ROWS, is_split=True)
-    start(config, grid, above=_SHORT_ROWS, in_slots=in_slots, leads=True)
     grid = (_SHORT_ROWS // few.block_rows, kv_heads * num_reqs, 1)
     start(few, grid, most=_SHORT_ROWS, follows=True)
+
+
+def takes_groups(call: PagedCall) -> bool:
+    """Whether `launch_paged_groups` takes a call; shapes, strides and dtypes only."""
+    q, cache, rows, weighing, out, _ = call
+    return (
+        rows.mask is MaskKind.CAUSAL
+        and weighing == Weighing(weighing.scale)
+        and cache.k.dtype == cache.v.dtype == q.dtype
+        and cache.k.shape[1] in _GROUP_PAGES
+        and fits_groups(q, cache.k, cache.v, out)
+    )
 
 
 def _start(

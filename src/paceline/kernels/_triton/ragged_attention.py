@@ -276,7 +276,8 @@ def launch_ragged_attention(
     if not tokens:
         return
     is_plain = back is None and visible_end is None and soft_cap is None and shared_k is None
-    if tiles is None and is_plain and ahead in (None, 1) and fits_groups(q, k, v, out):
+    is_enough = tiles is None and tokens >= _LEAST_TOKENS
+    if is_enough and is_plain and ahead in (None, 1) and fits_groups(q, k, v, out):
         from paceline.kernels._triton.ragged_groups import launch_ragged_groups
 
         launch_ragged_groups(q, k, v, cu_q, cu_k, scale, out, lse, causal=ahead == 1)
@@ -337,16 +338,15 @@ def launch_ragged_attention(
 
 
 def fits_groups(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
-    """Whether `launch_ragged_groups` takes these, and is the faster way; shapes, strides and dtypes
-    only.  It has no window, no cap of scores, no blocks and no shared columns."""
+    """Whether `ragged_groups` takes these, keys side by side or in pages; it has no window, no cap
+    of scores, no blocks and no shared columns.  By shapes, strides and dtypes only."""
     arch = capability(q.device)
     return (
         device_type(q.device) == "cuda"
         and arch is not None
         and arch[0] == _MAJOR
-        and q.shape[0] >= _LEAST_TOKENS
         and out.dtype == q.dtype
-        and all(is_copyable(x) and x.shape[2] == x.stride(1) == _DIM for x in (q, k, v))
+        and all(is_copyable(x) and x.shape[-1] == x.stride(-2) == _DIM for x in (q, k, v))
         and k.shape[0] > 0
     )
 
