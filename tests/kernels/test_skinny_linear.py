@@ -37,15 +37,15 @@ def test_skinny_linear_equals_its_definition(
 
 
 def test_tiles_are_wide_where_so_many_features_come_out() -> None:
-    """Half of the rows of a gated weight come out.  Wide tiles take 64 inner numbers at a time, and
-    others 128, which 192 is no multiple of."""
+    """Half of the rows of a gated weight come out; 8,448 are 132 tiles of 64.  Wide tiles take 64
+    inner numbers at a time, and others 128, of which 192 is no multiple."""
     meta, dtype = torch.device("meta"), torch.bfloat16
     x = torch.empty(64, 192, device=meta, dtype=dtype)
     with StandIn("cuda", None):
-        for rows, parts, wide in [(8192, 1, True), (8190, 1, False), (8192, 2, False)]:
+        for rows, parts, wide in [(8449, 1, True), (8448, 1, False), (16896, 2, False)]:
             weight = torch.empty(rows, 192, device=meta, dtype=dtype)
             assert fits_skinny(x, weight, parts=parts) == wide
-        assert fits_skinny(x, torch.empty(16384, 192, device=meta, dtype=dtype), parts=2)
+        assert fits_skinny(x, torch.empty(16898, 192, device=meta, dtype=dtype), parts=2)
 
 
 def test_a_weight_of_few_long_rows_is_held_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ _MAX_INNER = 32768  # one row of one token's tile is held in registers
 _ENOUGH_TILES = 96  # programs of a product that reads the weight at full speed on 132 processors
 _MOST_SPLITS = 4
 _SMALLEST_FEATURES = 64
-_MANY_FEATURES = 8192  # of an output: tiles of twice as many still fill the processors
 _STEP, _WIDE_STEP = 128, 256  # of the inner dimension; the wide one fills a processor's memory
 _FEW_TILES = 132  # one a processor, or fewer: each then has more on its way
 
@@ -145,9 +144,10 @@ def _tile(tokens: int, weight: Tensor, parts: int) -> SkinnyTile:
     """
     rows, inner = weight.shape[0], weight.shape[-1]
     features, step = 64, _STEP
-    if tokens > 32 and rows >= parts * _MANY_FEATURES:
+    few_rows = _FEW_TILES * features
+    if tokens > 32 and rows > parts * few_rows:
         features, step = 128, 64
-    elif tokens <= 32 and rows <= _FEW_TILES * features and inner % _WIDE_STEP == 0:
+    elif tokens <= 32 and rows <= few_rows and inner % _WIDE_STEP == 0:
         step = _WIDE_STEP
     return SkinnyTile(max(16, 1 << (tokens - 1).bit_length()), features, step)
 
