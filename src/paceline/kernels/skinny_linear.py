@@ -138,7 +138,8 @@ def skinny_linear(
 
 
 def _tile(tokens: int, weight: Tensor, parts: int) -> SkinnyTile:
-    """One program's tile: wide for many tokens over a large weight, deep for few over a small.
+    """One program's tile: for many tokens small enough for two of a processor, and wide where that
+    is too small, over a large weight; deep for few over a small.
 
     weight: [rows, inner], of `parts` that one program multiplies with.
     """
@@ -146,7 +147,7 @@ def _tile(tokens: int, weight: Tensor, parts: int) -> SkinnyTile:
     features, step = 64, _STEP
     few_rows = _FEW_TILES * features
     if tokens > 32 and rows > parts * few_rows:
-        features, step = 128, 64
+        features, step = 64 if rows <= 2 * parts * few_rows else 128, 64
     elif tokens <= 32 and rows <= few_rows and inner % _WIDE_STEP == 0:
         step = _WIDE_STEP
     return SkinnyTile(max(16, 1 << (tokens - 1).bit_length()), features, step)

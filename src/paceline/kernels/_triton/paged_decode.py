@@ -254,8 +254,6 @@ def _decode_kernel(
     page = lookup_pages(page_row_ptr, begin + tl.arange(0, BLOCK_KEYS), max_pages, PAGE_SIZE)
     # Lengths and pages are the step's: what stands before all layers wrote them.
     wait_for_inputs(OVERLAPPED)
-    if split >= live_splits:
-        return
     kv_head = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     first_head = tl.program_id(0) % HEAD_TILES * BLOCK_ROWS
     group_head = first_head + tl.arange(0, BLOCK_ROWS)
@@ -267,6 +265,8 @@ def _decode_kernel(
         mask=head_live[:, None] & (cols_k < DIM_K)[None, :],
         other=0.0,
     )
+    if split >= live_splits:  # not before the load, which would wait for the lengths
+        return
     if k_scale_ptr is not None:
         q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
     out, lse = attend_split(
