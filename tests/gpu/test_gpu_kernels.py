@@ -46,10 +46,11 @@ def test_decodes_over_latents_of_real_widths_meet_the_definition(
         assert error <= latent_attention.ERROR_LIMIT
 
 
-@pytest.mark.parametrize("count", [224, 256])
+@pytest.mark.parametrize("count", [40, 80, 128, 224, 256])
 @pytest.mark.parametrize("between", [(190, 191), (16, 2400)])
 def test_decodes_of_many_requests_meet_the_definition(count: int, between: tuple[int, int]) -> None:
-    """Programs of one warp; of even lengths one for each request and head, of uneven ones more."""
+    """Programs of two warps, and from 65 requests on of one; of even lengths one for each request
+    and head, of uneven ones more."""
     lens = uneven_lengths.log_uniform(count, *between)
     device = torch.device("cuda")
     world = uneven_lengths.World(lens, [1] * count, device)

@@ -25,7 +25,13 @@ WRITES = {"store", "atomic_add", "atomic_max", "atomic_cas", "atomic_xchg"}
 HARMLESS = {"arange", "cdiv", "full", "minimum", "maximum", "num_programs", "program_id", "to"}
 HARMLESS |= {
     "cast",
+    "cumsum",
     "exp",
+    "len",
+    "max",
+    "reduce",
+    "static_assert",
+    "sum",
     "zeros",
     "zeros_like",
     "let_next_start",
@@ -35,13 +41,20 @@ HARMLESS |= {
 }
 WEIGHTS = {"weight_ptr", "weight_scale_ptr", "bias_ptr", "log_ptr", "rate_bias_ptr"}
 WEIGHTS |= {"norm_weight_ptr"}
-# Of kernels that load states early, see launch.py: what was written before the step's embedding, or
-# before SETTLING.
+# Of kernels that load states, or facts of their step, early, see launch.py: what was written before
+# the step's embedding, or before SETTLING.
 SETTLING = "state_inputs._state_inputs_kernel"
 SETTLED = {
     "state_step._state_step_kernel": {"state_ptr", "slots_ptr", "window_ptr"},
     "state_rows._state_rows_kernel": {"state_ptr", "slots_ptr"},
     "commit_states._commit_states_kernel": {"state_ptr", "slots_ptr"},
+    "paged_decode._decode_kernel": {
+        "kv_lens_ptr",
+        "shared_lens_ptr",
+        "page_table_ptr",
+        "page_row_ptr",
+    },
+    "rope_write_kv._rope_write_kv_kernel": {"positions_ptr"},
 }
 
 # Waits in the first round of its loop.

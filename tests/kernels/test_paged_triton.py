@@ -225,7 +225,8 @@ def case_without_splits(lens: tuple[int, ...]) -> tuple[PagedCase, tuple[Tensor,
 
 @pytest.mark.parametrize(("shares", "min_tiles"), [(3, 1), (8, 1), (8, 3), (17, 1), (40, 1)])
 @pytest.mark.parametrize(
-    "lens", [(97, 1, 43), (1, 1, 1, 97), (97, 97, 0, 97, 97, 17), (43, 43, 17)]
+    "lens",
+    [(97, 1, 43), (1, 1, 1, 97), (97, 97, 0, 97, 97, 17), (43, 43, 17), (97, 97, 97, 97)],
 )
 def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_tiles: int) -> None:
     case, (whole, whole_lse) = case_without_splits(lens)
@@ -241,13 +242,13 @@ def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_
 def test_many_programs_are_of_one_warp_each_and_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """17 requests of 2 heads, which count as 32: at least 52 for the interpreter's 4 processors.
-    Nobody has more than a share, of one and a half for each request, so one of 200 keys among 16 of
-    20 has splits."""
-    lens = (20,) * 13 + (200,) + (20,) * 3
+    """9 requests of 2 heads, which count as 16: more than 16 programs for the interpreter's 4
+    processors.  Nobody has more than a share, of one and a half for each request, so one of 200
+    keys among 8 of 20 has splits."""
+    lens = (20,) * 5 + (200,) + (20,) * 3
     batch = BatchSpec(prefix_lens=tuple(n - 1 for n in lens), extend_lens=(1,) * len(lens))
     shape = Shape(num_heads=4, num_kv_heads=2, head_dim=128, v_head_dim=128, dtype=torch.float16)
-    fewer = replace(batch, prefix_lens=batch.prefix_lens[:16], extend_lens=batch.extend_lens[:16])
+    fewer = replace(batch, prefix_lens=batch.prefix_lens[:8], extend_lens=batch.extend_lens[:8])
     warps: list[tuple[int, int]] = []
     start = paged_decode_kernel.launch
 
@@ -262,6 +263,26 @@ def test_many_programs_are_of_one_warp_each_and_give_the_same(
     assert warps == [(1, 16), (2, 32)]
 
 
+def test_one_of_many_splits_of_narrow_heads_is_worth_one_tile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def least_tiles(dim: int, splits: int, shares: int | None = None) -> int:
+        found: list[int] = []
+        monkeypatch.setattr(
+            paged_decode_kernel, "launch", lambda *_, **options: found.append(options["MIN_TILES"])
+        )
+        case = make_case(DECODE, Shape(head_dim=dim, v_head_dim=dim, dtype=torch.half), seed=21)
+        paged_decode_kernel.launch_paged_decode(
+            case.call(), workspace_of(case, 3), splits=splits, shares=shares
+        )
+        return found[0]
+
+    assert least_tiles(64, 16) == 1
+    assert least_tiles(64, 15) == 3
+    assert least_tiles(64, 16, shares=16) == 3
+    assert least_tiles(128, 16) == 3
+
+
 def test_shares_of_programs_of_one_warp_are_half_as_many_again() -> None:
     asked = {"max_keys": 1000, "device": CPU}
     assert decode_shares(26, 2, **asked) == 26
@@ -269,7 +290,7 @@ def test_shares_of_programs_of_one_warp_are_half_as_many_again() -> None:
 
 
 def test_heads_that_were_measured_are_attended_to_by_one_warp() -> None:
-    def takes(reqs=17, heads=4, kv_heads=2, dim=128, v_dim=128, dtype=torch.half, kv=None) -> bool:
+    def takes(reqs=9, heads=4, kv_heads=2, dim=128, v_dim=128, dtype=torch.half, kv=None) -> bool:
         q = torch.empty(reqs, heads, dim, dtype=dtype)
         caches = [torch.empty(1, 16, kv_heads, each, dtype=kv or dtype) for each in (dim, v_dim)]
         return takes_one_warp(q, *caches)
@@ -277,10 +298,11 @@ def test_heads_that_were_measured_are_attended_to_by_one_warp() -> None:
     assert takes()
     assert takes(dtype=torch.bfloat16)
     assert takes(heads=32)
-    assert not takes(reqs=16)
-    assert takes(reqs=16, kv_heads=4)
+    assert not takes(reqs=8)
+    assert takes(reqs=8, kv_heads=4)
     assert not takes(heads=34)  # groups of 17
-    assert not takes(dim=64, v_dim=64)
+    assert takes(dim=64, v_dim=64)
+    assert not takes(dim=32, v_dim=32)
     assert not takes(v_dim=64)
     assert not takes(kv=torch.float8_e4m3fn)
     assert not takes(dtype=torch.float32)

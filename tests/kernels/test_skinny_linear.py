@@ -36,16 +36,51 @@ def test_skinny_linear_equals_its_definition(
     torch.testing.assert_close(out, exact, rtol=4 * torch.finfo(dtype).eps, atol=0.02)
 
 
-def test_tiles_are_wide_where_so_many_features_come_out() -> None:
-    """Half of the rows of a gated weight come out.  Wide tiles take 64 inner numbers at a time, and
-    others 128, which 192 is no multiple of."""
-    meta, dtype = torch.device("meta"), torch.bfloat16
-    x = torch.empty(64, 192, device=meta, dtype=dtype)
-    with StandIn("cuda", None):
-        for rows, parts, wide in [(8192, 1, True), (8190, 1, False), (8192, 2, False)]:
-            weight = torch.empty(rows, 192, device=meta, dtype=dtype)
-            assert fits_skinny(x, weight, parts=parts) == wide
-        assert fits_skinny(x, torch.empty(16384, 192, device=meta, dtype=dtype), parts=2)
+@pytest.mark.parametrize(
+    ("rows", "gated", "tile"),
+    [
+        (8448, False, (64, 128)),  # 132 tiles, one a processor of an H200
+        (8449, False, (64, 64)),
+        (16896, False, (64, 64)),  # two
+        (16897, False, (128, 64)),
+        (16896, True, (64, 128)),  # half of whose rows come out
+        (16898, True, (64, 64)),
+        (33794, True, (128, 64)),
+    ],
+)
+def test_tiles_of_many_tokens_fill_processors(
+    monkeypatch: pytest.MonkeyPatch, rows: int, gated: bool, tile: tuple[int, int]
+) -> None:
+    """So many features, and numbers of the inner dimension at a time."""
+    asked: list[tuple[int, int]] = []
+
+    def ask(x, weight, bias, activation, tile, splits, *rest) -> None:
+        asked.append((tile.features, tile.inner))
+
+    monkeypatch.setattr("paceline.kernels.skinny_linear._SKINNY_LINEAR", ask)
+    x, weight = torch.empty(33, 128).bfloat16(), torch.empty(rows, 128).bfloat16()
+    skinny_linear(x, weight, None, activation="silu" if gated else None)
+    assert asked == [tile]
+
+
+@pytest.mark.parametrize(("inner", "rows", "warps"), [(1024, 4, 8), (2048, 4, 4), (4096, 1, 8)])
+def test_one_token_has_several_short_rows_in_a_program(
+    monkeypatch: pytest.MonkeyPatch, inner: int, rows: int, warps: int
+) -> None:
+    from paceline.kernels._triton import skinny_linear as kernel
+
+    launched, launch = list[tuple[int, int]](), kernel.launch
+
+    def noted(jitted: object, *args: object, **options: int) -> None:
+        launched.append((options["BLOCK_ROWS"], options["num_warps"]))
+        launch(jitted, *args, **options)
+
+    monkeypatch.setattr(kernel, "launch", noted)
+    x, weight, bias = operands(1, 10, inner, dtype=torch.float16)
+    exact = skinny_linear_reference(x, weight, bias, "silu")
+    out = skinny_linear(x, weight, bias, activation="silu")
+    torch.testing.assert_close(out, exact, rtol=4 * torch.finfo(torch.float16).eps, atol=0.02)
+    assert launched == [(rows, warps)]
 
 
 def test_a_weight_of_few_long_rows_is_held_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

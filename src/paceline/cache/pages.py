@@ -8,7 +8,6 @@ returns when the last step that could touch it has retired.  Page 0 is reserved 
 is in none of these states.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -53,8 +52,7 @@ class PagePool:
         self._name = name
         self._states = bytearray(num_pages)  # PageState of each; counted when idle
         self._written_epochs = [0] * num_pages
-        self._heap = [page for page in range(num_pages) if page != PAD_PAGE]  # sorted: a heap
-        self._in_heap = [True] * num_pages
+        self._none_below = PAD_PAGE + 1  # no page before this one is free
         self._num_free = num_pages - 1
         self._queue: dict[int, list[int]] = {}  # epoch -> pages
         self._retired = 0
@@ -84,14 +82,15 @@ class PagePool:
                 remedy="check num_free before reserving",
             )
         taken: list[int] = []
-        states, free, reserved = self._states, PageState.FREE, PageState.RESERVED
-        for _ in range(count):
-            page = after + 1
-            if after == PAD_PAGE or page == len(states) or states[page] != free:
-                page = self._pop_lowest()
-            states[page] = reserved
-            taken.append(page)
-            after = page
+        states, free = self._states, bytes([PageState.FREE])
+        while len(taken) < count:
+            start = after + 1
+            if after == PAD_PAGE or not states.startswith(free, start):
+                start = self._none_below = states.index(free, self._none_below)
+            run = states[start : start + count - len(taken)]
+            after = start + len(run) - len(run.lstrip(free)) - 1
+            taken += range(start, after + 1)
+            states[start : after + 1] = bytes([PageState.RESERVED]) * (after + 1 - start)
         self._num_free -= count
         return taken
 
@@ -134,12 +133,11 @@ class PagePool:
         """Steps up to `epoch` have run to their end: their queued pages are free."""
         self._retired = max(self._retired, epoch)
         for due in sorted(e for e in self._queue if e <= self._retired):
-            for page in self._queue.pop(due):
+            pages = self._queue.pop(due)
+            for page in pages:
                 self._states[page] = PageState.FREE
-                self._num_free += 1
-                if not self._in_heap[page]:
-                    self._in_heap[page] = True
-                    heapq.heappush(self._heap, page)
+            self._num_free += len(pages)
+            self._none_below = min(self._none_below, min(pages))
 
     def counts(self) -> PoolCounts:
         """The books, from the queue and the states."""
@@ -170,13 +168,6 @@ class PagePool:
                 got=f"{c.free} by count",
                 remedy="find the call that took or returned a page twice",
             )
-
-    def _pop_lowest(self) -> int:
-        while True:
-            page = heapq.heappop(self._heap)
-            self._in_heap[page] = False
-            if self._states[page] == PageState.FREE:
-                return page
 
     def _require(self, page: int, state: PageState, verb: str) -> None:
         if page != PAD_PAGE and self._states[page] == state:

@@ -21,7 +21,6 @@ _MAX_INNER = 32768  # one row of one token's tile is held in registers
 _ENOUGH_TILES = 96  # programs of a product that reads the weight at full speed on 132 processors
 _MOST_SPLITS = 4
 _SMALLEST_FEATURES = 64
-_MANY_FEATURES = 8192  # of an output: tiles of twice as many still fill the processors
 _STEP, _WIDE_STEP = 128, 256  # of the inner dimension; the wide one fills a processor's memory
 _FEW_TILES = 132  # one a processor, or fewer: each then has more on its way
 
@@ -139,15 +138,17 @@ def skinny_linear(
 
 
 def _tile(tokens: int, weight: Tensor, parts: int) -> SkinnyTile:
-    """One program's tile: wide for many tokens over a large weight, deep for few over a small.
+    """One program's tile: for many tokens small enough for two of a processor, and wide where that
+    is too small, over a large weight; deep for few over a small.
 
     weight: [rows, inner], of `parts` that one program multiplies with.
     """
     rows, inner = weight.shape[0], weight.shape[-1]
     features, step = 64, _STEP
-    if tokens > 32 and rows >= parts * _MANY_FEATURES:
-        features, step = 128, 64
-    elif tokens <= 32 and rows <= _FEW_TILES * features and inner % _WIDE_STEP == 0:
+    few_rows = _FEW_TILES * features
+    if tokens > 32 and rows > parts * few_rows:
+        features, step = 64 if rows <= 2 * parts * few_rows else 128, 64
+    elif tokens <= 32 and rows <= few_rows and inner % _WIDE_STEP == 0:
         step = _WIDE_STEP
     return SkinnyTile(max(16, 1 << (tokens - 1).bit_length()), features, step)
 

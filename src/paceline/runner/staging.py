@@ -6,7 +6,6 @@ must exceed the number of steps in flight: the copy of an earlier step may still
 
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,20 +17,13 @@ Copy = tuple[Tensor, Tensor]  # (device destination, pinned source)
 STEPS_IN_FLIGHT = 2  # one executing, one just launched: the overlapped loop's most
 RING_DEPTH = STEPS_IN_FLIGHT + 1
 
-_DTYPES = {
-    np.dtype(np.uint8): torch.uint8,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float32): torch.float32,
-}
-
 
 class StagingSlot:
     """A bump allocator over one pinned byte buffer, emptied at the start of each epoch."""
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._host = self._bytes.numpy()  # the same bytes: numpy writes a few in a third the time
+        self._host = self._bytes.numpy()  # the same bytes: numpy takes a third of torch's time
         self._used = 0
 
     def reset(self) -> None:
@@ -55,10 +47,9 @@ class StagingSlot:
                 remedy="bound what joins in one step by what the slot holds",
             )
         self._used = start + size
-        end = start + size
-        self._host[start:end].view(values.dtype)[:] = values.reshape(-1)
-        pinned = self._bytes[start:end].view(_DTYPES[values.dtype])
-        return pinned if values.ndim == 1 else pinned.view(values.shape)
+        staged = self._host[start : start + size].view(values.dtype).reshape(values.shape)
+        staged[...] = values
+        return torch.from_numpy(staged)
 
 
 class StagingRing:

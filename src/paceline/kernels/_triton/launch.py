@@ -16,6 +16,10 @@ behind all that was launched before.  So what wrote states and slots in other st
 in its own nothing else writes those of its layer.  A drafter, whose embedding may be a kernel of
 ours, keeps none: `_require_attention` in draft_cache.py.
 
+`paged_decode` loads lengths and page ids, and `rope_write_kv` positions, before they wait.  What
+writes those stands before a step's embedding, or before the tokens that a drafter's pass copies,
+which torch launches likewise; no layer writes them.
+
 `paged_extend` may be two launches of one call, for other requests each.  The second waits where it
 ends, not where it starts: the first lets it start behind its own wait, so all that both read is
 there, and neither reads what the other writes.

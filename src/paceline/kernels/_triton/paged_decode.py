@@ -12,7 +12,8 @@ Many requests have splits by their lengths, so that nobody waits for the longest
 most half as much again as its share of all tiles.  Worked example, SHARES 4, BLOCK_KEYS 64,
 kv_lens 100, 900, 200 in 2, 15 and 4 tiles: a split has at most ceil(3 * 21 / (2 * 4)) = 8, so the
 requests have 1, 2 and 1, at slots 0, 1 to 2, and 3; programs of further slots leave at once.
-Where no request is longer than that, as with equal lengths, slot n is request n, uncounted.
+Where no request is longer than that, as with equal lengths, or as long as two shares, slot n is
+request n, uncounted: halves of requests that are as even would be more programs than fit at once.
 
 Of a prefix that many requests share (kernels/paged_attention/shared_prefix.py) the keys were
 attended to before: here they count for no length, and who finishes a request adds what they gave.
@@ -48,6 +49,8 @@ from paceline.kernels._triton.split_merge import (
 from paceline.kernels.paged_attention.call import PagedCall
 from paceline.kernels.paged_attention.shared_prefix import CHUNK_KEYS
 from paceline.kernels.paged_attention.splits import SplitWorkspace, takes_one_warp
+
+_NARROW_DIM, _MANY_SPLITS = 64, 16
 
 
 @triton.jit
@@ -143,7 +146,7 @@ def _at_slot(
     total, largest = tl.reduce((tiles, tiles), 0, _sum_and_largest)
     most = tl.maximum(tl.cdiv(3 * total, 2 * shares), MIN_TILES)
     shared_len = 0
-    if largest <= most:
+    if (largest <= most) | (largest * shares < 2 * total):
         # One split each: the slot is the request, and there is nothing to count.
         is_live = slot < num_reqs
         kv_len = tl.load(kv_lens_ptr + slot, mask=is_live, other=0)
@@ -219,7 +222,6 @@ def _decode_kernel(
     WIDEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    wait_for_inputs(OVERLAPPED)
     if BLOCK_REQS is None:
         split = tl.program_id(1)
         req = tl.program_id(2).to(tl.int64)
@@ -230,10 +232,9 @@ def _decode_kernel(
             tl.program_id(1), kv_lens_ptr, shared_lens_ptr, num_reqs, shares, WINDOW, CHUNK,
             BLOCK_REQS, BLOCK_KEYS, MIN_TILES,
         )  # fmt: skip
-        if live_splits == 0:
-            return
         split = tl.program_id(1) - first_slot
-        req, first_slot = at.to(tl.int64), first_slot.to(tl.int64)
+        req = tl.minimum(at, num_reqs - 1).to(tl.int64)  # of nobody's slot any
+        first_slot = first_slot.to(tl.int64)
     first = 0
     if WINDOW is not None:
         first = tl.maximum(kv_len - WINDOW, 0)
@@ -251,6 +252,8 @@ def _decode_kernel(
     page_row_ptr = page_table_ptr + req * stride_page_table_req
     begin = first + split * BLOCK_KEYS
     page = lookup_pages(page_row_ptr, begin + tl.arange(0, BLOCK_KEYS), max_pages, PAGE_SIZE)
+    # Lengths and pages are the step's: what stands before all layers wrote them.
+    wait_for_inputs(OVERLAPPED)
     kv_head = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     first_head = tl.program_id(0) % HEAD_TILES * BLOCK_ROWS
     group_head = first_head + tl.arange(0, BLOCK_ROWS)
@@ -262,8 +265,7 @@ def _decode_kernel(
         mask=head_live[:, None] & (cols_k < DIM_K)[None, :],
         other=0.0,
     )
-    # Without a window nothing of few requests waits for kv_len: the loads are in flight together.
-    if split >= live_splits:
+    if split >= live_splits:  # not before the load, which would wait for the lengths
         return
     if k_scale_ptr is not None:
         q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
@@ -318,21 +320,29 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-# Of more programs than fit at once: more of them do, each with half the keys on their way.
-ONE_WARP = SplitConfig(block_rows=16, block_keys=16, num_warps=1, num_stages=3, min_tiles=6)
-
-
 def decode_config(
-    group: int, head_dim: int, v_head_dim: int, *, kv_dtype: torch.dtype
+    group: int,
+    head_dim: int,
+    v_head_dim: int,
+    *,
+    kv_dtype: torch.dtype,
+    in_one_warp: bool = False,
+    splits: int = 1,
 ) -> SplitConfig:
     """Static tile table of paged_decode: memory-bound, so small tiles, two in flight, and many
-    programs of two warps."""
+    programs of two warps.  Of one warp more fit at once, each with half the keys on their way.
+
+    splits: of each request, whatever its length.  One is worth three tiles; many of narrow heads
+    one each.
+    """
+    warps = 1 if in_one_warp else 2
+    is_narrow = max(head_dim, v_head_dim) <= _NARROW_DIM and splits >= _MANY_SPLITS
     return SplitConfig(
         block_rows=16 if group <= 16 else 32,
-        block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) // 2),
-        num_warps=2,
+        block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) * warps // 4),
+        num_warps=warps,
         num_stages=3,
-        min_tiles=3,
+        min_tiles=1 if is_narrow else 6 // warps,
     )
 
 
@@ -359,9 +369,15 @@ def launch_paged_decode(
     _, page_size, kv_heads, v_head_dim = cache.v.shape
     group = heads // kv_heads
     if config is None:
-        config = decode_config(group, head_dim, v_head_dim, kv_dtype=cache.k.dtype)
-        if takes_one_warp(q, cache.k, cache.v):
-            config = ONE_WARP
+        in_one_warp = takes_one_warp(q, cache.k, cache.v)
+        config = decode_config(
+            group,
+            head_dim,
+            v_head_dim,
+            kv_dtype=cache.k.dtype,
+            in_one_warp=in_one_warp,
+            splits=splits if shares is None else 1,
+        )
     head_tiles = cdiv(group, config.block_rows)
     merge_rows = min(config.block_rows, next_power_of_2(group))
     launch(

@@ -83,6 +83,7 @@ def _heads(
     cos_sin_ptr,  # [max_position, 2 * HALF] float32, or None where HALF is 0
     positions_ptr,  # [tokens, axes] int64, or None
     token,
+    position,  # of the token, where there is one axis
     norm_ptr,  # [DIM], or None
     eps,
     target_ptr,  # [heads, DIM] one slot, or None
@@ -115,7 +116,7 @@ def _heads(
             ends = tl.load(positions_ptr + token * (len(AXIS_COLUMNS) // 3) + axis)
             table_ptr = cos_sin_ptr + ends * (2 * HALF)
         else:
-            table_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF)
+            table_ptr = cos_sin_ptr + position * (2 * HALF)
         cos = tl.load(table_ptr + cols, mask=is_half, other=0.0)[None, :]
         sin = tl.load(table_ptr + HALF + cols, mask=is_half, other=0.0)[None, :]
     if REST > 0:
@@ -198,11 +199,19 @@ def _rope_write_kv_kernel(
     AXIS_COLUMNS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
+    # Positions are the step's: what stands before all layers wrote them.
+    first_token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS
+    turned_by = ()
+    for each in tl.static_range(BLOCK_TOKENS):
+        position = first_token
+        if positions_ptr is not None and len(AXIS_COLUMNS) == 0:
+            position = tl.load(positions_ptr + first_token + each)
+        turned_by += (position,)
     wait_for_inputs(OVERLAPPED)
     let_next_start(OVERLAPPED)
     block = tl.program_id(1)
     for each in tl.static_range(BLOCK_TOKENS):
-        token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + each
+        token = first_token + each
         if block < Q_BLOCKS:
             _heads(
                 q_ptr + token * stride_q_token,
@@ -212,6 +221,7 @@ def _rope_write_kv_kernel(
                 cos_sin_ptr,
                 positions_ptr,
                 token,
+                turned_by[each],
                 q_norm_ptr,
                 eps,
                 None,
@@ -240,6 +250,7 @@ def _rope_write_kv_kernel(
                     cos_sin_ptr,
                     positions_ptr,
                     token,
+                    turned_by[each],
                     k_norm_ptr,
                     eps,
                     None
@@ -265,6 +276,7 @@ def _rope_write_kv_kernel(
                     None,
                     None,
                     token,
+                    turned_by[each],
                     None,
                     eps,
                     v_cache_ptr + page * stride_v_page + place * stride_v_slot,

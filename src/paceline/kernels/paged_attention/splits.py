@@ -21,8 +21,7 @@ _MAX_SPLITS = 64
 _MANY_SPLITS = 16  # so many hide the latency of memory with two programs to a multiprocessor
 _WORTHWHILE_SPLITS = 3  # fewer cost their merge
 _MOST_BY_LENGTH = 4  # splits for each request: where there are more, a program knows its first tile
-_MANY_PROGRAMS_PER_SM = 13  # of a decode of a power of two: many more than fit at once
-_ONE_WARP_GROUP, _ONE_WARP_DIM, _ONE_WARP_BYTES = 16, 128, 2  # heads that one warp attends to
+_ONE_WARP_GROUP, _ONE_WARP_DIMS, _ONE_WARP_BYTES = 16, (64, 128), 2  # heads one warp attends to
 _MAX_CHUNKS = 8  # of a shared prefix
 _MIN_KEYS = 64  # of a split: fewer are not worth a merge
 FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: tiles as small as a decode's
@@ -91,9 +90,9 @@ def _usual_shares(num_reqs: int, num_kv_heads: int, num_sms: int) -> int:
 
 
 def takes_one_warp(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether programs of a decode are of one warp each: many, of the heads that were measured.
-    The same for all numbers of requests up to the next power of two, so that kernels are compiled
-    ahead.
+    """Whether programs of a decode are of one warp each: more than fit at once of two, of the heads
+    that were measured.  The same for all numbers of requests up to the next power of two, so that
+    kernels are compiled ahead.
 
     q: [reqs, heads, head_dim]; k_cache, v_cache: [pages, page_size, kv_heads, their head_dim].
     """
@@ -102,7 +101,8 @@ def takes_one_warp(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     return (
         _has_many(num_reqs, kv_heads, multiprocessors(q.device))
         and num_heads // kv_heads <= _ONE_WARP_GROUP
-        and k_cache.shape[3] == v_cache.shape[3] == _ONE_WARP_DIM
+        and k_cache.shape[3] == v_cache.shape[3]
+        and v_cache.shape[3] in _ONE_WARP_DIMS
         and k_cache.dtype == v_cache.dtype == q.dtype
         and q.dtype.itemsize == _ONE_WARP_BYTES
     )
@@ -110,7 +110,7 @@ def takes_one_warp(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 
 def _has_many(num_reqs: int, num_kv_heads: int, num_sms: int) -> bool:
     most = 1 << max(num_reqs - 1, 0).bit_length()
-    return most * num_kv_heads >= _MANY_PROGRAMS_PER_SM * num_sms
+    return most * num_kv_heads > _MOST_PROGRAMS_PER_SM * num_sms
 
 
 def decode_slots(num_reqs: int, shares: int) -> int:
