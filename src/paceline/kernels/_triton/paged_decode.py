@@ -216,9 +216,13 @@ def _decode_kernel(
     MERGE_SPLITS: tl.constexpr,
     BLOCK_REQS: tl.constexpr,  # where splits go by length, or None
     CHUNK_KEYS: tl.constexpr,  # that a chunk of a shared prefix is worth
+    IS_ALONE: tl.constexpr,  # request
     WIDEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
+    if IS_ALONE:
+        # A product of one token, as stands behind, asks for its weights before it waits.
+        let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
     if BLOCK_REQS is None:
         split = tl.program_id(1)
@@ -320,17 +324,19 @@ def _decode_kernel(
 
 # Of more programs than fit at once: more of them do, each with half the keys on their way.
 ONE_WARP = SplitConfig(block_rows=16, block_keys=16, num_warps=1, num_stages=3, min_tiles=6)
+# Heads of a KV head, and numbers of each, of a request that was timed alone.
+_ALONE_GROUP, _ALONE_DIM = 8, 128
 
 
 def decode_config(
-    group: int, head_dim: int, v_head_dim: int, *, kv_dtype: torch.dtype
+    group: int, head_dim: int, v_head_dim: int, *, kv_dtype: torch.dtype, is_alone: bool = False
 ) -> SplitConfig:
     """Static tile table of paged_decode: memory-bound, so small tiles, two in flight, and many
-    programs of two warps."""
+    programs of two warps; of four where a request `is_alone`, and waits for its merge."""
     return SplitConfig(
         block_rows=16 if group <= 16 else 32,
         block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) // 2),
-        num_warps=2,
+        num_warps=4 if is_alone else 2,
         num_stages=3,
         min_tiles=3,
     )
@@ -358,8 +364,10 @@ def launch_paged_decode(
     num_reqs, heads, head_dim = q.shape
     _, page_size, kv_heads, v_head_dim = cache.v.shape
     group = heads // kv_heads
+    is_alone = num_reqs == 1 and (group, v_head_dim) == (_ALONE_GROUP, _ALONE_DIM)
     if config is None:
-        config = decode_config(group, head_dim, v_head_dim, kv_dtype=cache.k.dtype)
+        kv_dtype = cache.k.dtype
+        config = decode_config(group, head_dim, v_head_dim, kv_dtype=kv_dtype, is_alone=is_alone)
         if takes_one_warp(q, cache.k, cache.v):
             config = ONE_WARP
     head_tiles = cdiv(group, config.block_rows)
@@ -410,6 +418,7 @@ def launch_paged_decode(
         MERGE_SPLITS=splits_per_load(merge_rows, block_dim(v_head_dim), num_warps=config.num_warps),
         BLOCK_REQS=None if shares is None else next_power_of_2(num_reqs),
         CHUNK_KEYS=CHUNK_KEYS,
+        IS_ALONE=is_alone,
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_decode_kernel),
         **overlap_options(q.device, _decode_kernel),
         num_warps=config.num_warps,
