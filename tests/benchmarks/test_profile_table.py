@@ -70,6 +70,14 @@ ROUTED_LAYER = [
     ("_down_kernel", "experts"),
     ("_sum_kernel", "experts"),
 ]
+ROUTED_PROMPT_LAYER = [
+    *ROUTED_LAYER[:9],
+    ("_moe_align_count_kernel", "route"),
+    ("_moe_align_kernel", "route"),
+    ("_groups_gate_up_kernel", "experts"),
+    ("_groups_down_kernel", "experts"),
+    ("_sum_kernel", "experts"),
+]
 LATENT_LAYER = [
     ("_rms_norm_kernel", "norm"),
     ("_one_token_kernel", "qkv"),
@@ -121,6 +129,7 @@ LAYERS = [
     LAYER_OF_A_RANK,
     SEPARATE_QK_NORM_LAYER,
     ROUTED_LAYER,
+    ROUTED_PROMPT_LAYER,
     LATENT_LAYER,
     SHARED_EXPERT_LAYER,
 ]

@@ -283,6 +283,30 @@ def test_one_of_many_splits_of_narrow_heads_is_worth_one_tile(
     assert least_tiles(128, 16) == 3
 
 
+def test_a_request_alone_has_more_warps_and_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: list[tuple[int, bool]] = []
+    start = paged_decode_kernel.launch
+
+    def note(kernel: object, *args: object, **options: Any) -> None:
+        noted.append((options["num_warps"], options["IS_ALONE"]))
+        start(kernel, *args, **options)
+
+    monkeypatch.setattr(paged_decode_kernel, "launch", note)
+    for lens, heads, dim in (
+        ((300,), 8, 128),
+        ((300, 20), 8, 128),
+        ((300,), 4, 128),
+        ((300,), 8, 64),
+    ):
+        batch = BatchSpec(prefix_lens=tuple(n - 1 for n in lens), extend_lens=(1,) * len(lens))
+        sizes = {"num_heads": heads, "num_kv_heads": 1, "head_dim": dim, "v_head_dim": dim}
+        case = make_case(batch, Shape(**sizes, dtype=torch.float16), seed=20)
+        assert_matches(case, run_decode(case))
+    assert noted == [(4, True), *[(2, False)] * 3]
+
+
 def test_shares_of_programs_of_one_warp_are_half_as_many_again() -> None:
     asked = {"max_keys": 1000, "device": CPU}
     assert decode_shares(26, 2, **asked) == 26

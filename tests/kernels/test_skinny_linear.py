@@ -1,5 +1,7 @@
 """skinny_linear through Triton's interpreter against float64."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -81,6 +83,31 @@ def test_one_token_has_several_short_rows_in_a_program(
     out = skinny_linear(x, weight, bias, activation="silu")
     torch.testing.assert_close(out, exact, rtol=4 * torch.finfo(torch.float16).eps, atol=0.02)
     assert launched == [(rows, warps)]
+
+
+def test_a_weight_that_registers_hold_at_once_has_fewer_warps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """16 rows of 4,096 numbers are 128 KiB, as much as one processor is to hold."""
+    from paceline.kernels._triton import skinny_linear as kernel
+
+    monkeypatch.setattr(kernel, "_KEPT_LEAST", 15)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 1)
+    x, weight, _ = operands(1, 17, 4096, dtype=torch.float16)
+    launched, launch = list[tuple[int, int]](), kernel.launch
+
+    def noted(jitted: object, *args: object, **options: Any) -> None:
+        launched.append((options["BLOCK_ROWS"], options["num_warps"]))
+        launch(jitted, *args, **options)
+
+    monkeypatch.setattr(kernel, "launch", noted)
+    exact = skinny_linear_reference(x, weight, None, None)
+    for rows in (14, 15, 16, 17):
+        found = skinny_linear(x, weight[:rows], None)
+        torch.testing.assert_close(found, exact[:, :rows], rtol=4e-3, atol=0.02)
+    x, weight, _ = operands(1, 2, 2048, dtype=torch.float16)
+    skinny_linear(x, weight, None)
+    assert launched == [(1, 8), (2, 4), (2, 4), (1, 8), (2, 8)]
 
 
 def test_a_weight_of_few_long_rows_is_held_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,13 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels.moe_align import Alignment, max_blocks
 
-_FEW = (16, 128)  # pairs up to which they are compared with one another; each is compiled
+_FEW = 16  # pairs up to which they are compared with one another
 # (more pairs up to which it serves, pairs that one program places, comparing pair by pair, pairs
 # counted at a time, warps)
-_MANY = ((1024, 64, 1024, 4), (1 << 31, 128, 2048, 8))
+_MANY = ((128, 32, 128, 4), (1024, 32, 1024, 4), (8192, 128, 2048, 8))
+# Of still more: pairs of a program, so many compared at a time, and counts that are added up at a
+# time.
+_CHUNK, _PLACED, _COUNTS = 512, 64, 4096
 
 _SIZES = ["num_pairs", "max_blocks", "first_expert", "end_expert"]
 
@@ -67,9 +70,29 @@ def _moe_align_few_kernel(
         tl.store(blocks_ptr + place * 3 + field, 0, mask=is_empty)
 
 
+@triton.jit(do_not_specialize=["num_pairs"])
+def _moe_align_count_kernel(
+    expert_ids_ptr,  # [num_pairs] int32
+    counts_ptr,  # [programs, BINS] int32
+    num_pairs,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """How many pairs of a program's chunk each expert has."""
+    let_next_start(OVERLAPPED)
+    wait_for_inputs(OVERLAPPED)
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(expert_ids_ptr + at, mask=at < num_pairs, other=NUM_EXPERTS)
+    bins = tl.arange(0, BINS)
+    tl.store(counts_ptr + tl.program_id(0) * BINS + bins, tl.histogram(ids, BINS))
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def _moe_align_kernel(
     expert_ids_ptr,  # [num_pairs] int32
+    counts_ptr,  # [programs, BINS] int32 of each chunk, or None
     order_ptr,  # [num_pairs] int32
     blocks_ptr,  # [max_blocks, 3] int32
     num_pairs,
@@ -79,35 +102,49 @@ def _moe_align_kernel(
     NUM_EXPERTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BINS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,  # pairs, or chunks, that are counted at a time
+    CHUNK: tl.constexpr,  # pairs of a program
+    PLACED: tl.constexpr,  # of these, that are compared with one another
     OVERLAPPED: tl.constexpr,
 ):
-    """Every program counts all pairs, and those before its own chunk: no program waits for one."""
+    """Every program counts all pairs, and those before its own chunk, or adds up counts of chunks:
+    no program waits for one."""
     first = tl.program_id(0) * CHUNK
     bins = tl.arange(0, BINS)
     totals = tl.zeros((BINS,), tl.int32)
     before = tl.zeros((BINS,), tl.int32)
     wait_for_inputs(OVERLAPPED)
-    for start in range(0, num_pairs, TILE):
-        at = start + tl.arange(0, TILE)
-        ids = tl.load(expert_ids_ptr + at, mask=at < num_pairs, other=NUM_EXPERTS)
-        counts = tl.histogram(ids, BINS)
-        totals += counts
-        if start + TILE <= first:
-            before += counts
-        elif start < first:
-            before += tl.histogram(tl.where(at < first, ids, NUM_EXPERTS), BINS)
+    if counts_ptr is None:
+        for start in range(0, num_pairs, TILE):
+            at = start + tl.arange(0, TILE)
+            ids = tl.load(expert_ids_ptr + at, mask=at < num_pairs, other=NUM_EXPERTS)
+            counts = tl.histogram(ids, BINS)
+            totals += counts
+            if start + TILE <= first:
+                before += counts
+            elif start < first:
+                before += tl.histogram(tl.where(at < first, ids, NUM_EXPERTS), BINS)
+    else:
+        for start in range(0, tl.num_programs(0), TILE):
+            chunk = start + tl.arange(0, TILE)
+            count_ptrs = counts_ptr + (chunk * BINS)[:, None] + bins[None, :]
+            counts = tl.load(count_ptrs, mask=(chunk < tl.num_programs(0))[:, None], other=0)
+            totals += tl.sum(counts, axis=0)
+            is_before = (chunk < tl.program_id(0))[:, None]
+            before += tl.sum(tl.where(is_before, counts, 0), axis=0)
     let_next_start(OVERLAPPED)
     starts = tl.cumsum(totals, axis=0) - totals
 
-    places = tl.arange(0, CHUNK)
-    live = first + places < num_pairs
-    mine = tl.load(expert_ids_ptr + first + places, mask=live, other=NUM_EXPERTS)
-    is_earlier = (mine[:, None] == mine[None, :]) & (places[:, None] > places[None, :])
-    rank = tl.sum(is_earlier.to(tl.int32), axis=1)
-    base = tl.gather(starts + before, mine, axis=0)
-    tl.store(order_ptr + base + rank, first + places, mask=live)
+    places = tl.arange(0, PLACED)
+    for part in range(first, first + CHUNK, PLACED):
+        live = part + places < num_pairs
+        mine = tl.load(expert_ids_ptr + part + places, mask=live, other=NUM_EXPERTS)
+        is_earlier = (mine[:, None] == mine[None, :]) & (places[:, None] > places[None, :])
+        rank = tl.sum(is_earlier.to(tl.int32), axis=1)
+        base = tl.gather(starts + before, mine, axis=0)
+        tl.store(order_ptr + base + rank, part + places, mask=live)
+        if CHUNK > PLACED:
+            before += tl.histogram(mine, BINS)
 
     # The first block of every expert held, the second, and so on; programs take turns.
     is_held = (bins >= first_expert) & (bins < end_expert)
@@ -121,7 +158,7 @@ def _moe_align_kernel(
         end = tl.minimum(begin + BLOCK_ROWS, starts + totals)
         tl.store(row_ptr + turn * 3 + 2, end, mask=exists)
     used = tl.sum(spans, axis=0)
-    for tile in range(used + tl.program_id(0) * CHUNK, max_blocks, tl.num_programs(0) * CHUNK):
+    for tile in range(used + tl.program_id(0) * PLACED, max_blocks, tl.num_programs(0) * PLACED):
         block = tile + places
         for field in tl.static_range(3):
             tl.store(blocks_ptr + block * 3 + field, 0, mask=block < max_blocks)
@@ -152,8 +189,7 @@ def launch_moe_align(expert_ids: Tensor, experts: Span, block_rows: int) -> Alig
         torch.empty(num_pairs, dtype=torch.int32, device=expert_ids.device),
         torch.empty(blocks, 3, dtype=torch.int32, device=expert_ids.device),
     )
-    few = next((most for most in _FEW if num_pairs <= most), None)
-    if few is not None:
+    if num_pairs <= _FEW:
         launch(
             _moe_align_few_kernel,
             (1,),
@@ -161,24 +197,47 @@ def launch_moe_align(expert_ids: Tensor, experts: Span, block_rows: int) -> Alig
             *made,
             *sizes,
             BLOCK_ROWS=block_rows,
-            PAIRS=few,
+            PAIRS=_FEW,
             LAST=next_power_of_2(experts.total),
-            num_warps=4 if few > 16 else 1,
+            num_warps=1,
             **overlap_options(expert_ids.device, _moe_align_few_kernel),
         )
         return made
-    chunk, tile, warps = next(size for most, *size in _MANY if num_pairs <= most)
+    bins = max(32, next_power_of_2(experts.total + 1))
+    is_counted = num_pairs > _MANY[-1][0]
+    if is_counted:
+        chunk, placed, tile, warps = _CHUNK, _PLACED, max(1, _COUNTS // bins), 8
+    else:
+        chunk, tile, warps = next(size for most, *size in _MANY if num_pairs <= most)
+        placed = chunk
+    programs, counts = cdiv(num_pairs, chunk), None
+    if is_counted:
+        counts = torch.empty(programs, bins, dtype=torch.int32, device=expert_ids.device)
+        launch(
+            _moe_align_count_kernel,
+            (programs,),
+            expert_ids,
+            counts,
+            num_pairs,
+            NUM_EXPERTS=experts.total,
+            BINS=bins,
+            CHUNK=chunk,
+            num_warps=4,
+            **overlap_options(expert_ids.device, _moe_align_count_kernel),
+        )
     launch(
         _moe_align_kernel,
-        (cdiv(num_pairs, chunk),),
+        (programs,),
         expert_ids,
+        counts,
         *made,
         *sizes,
         NUM_EXPERTS=experts.total,
         BLOCK_ROWS=block_rows,
-        BINS=max(32, next_power_of_2(experts.total + 1)),
+        BINS=bins,
         TILE=tile,
         CHUNK=chunk,
+        PLACED=placed,
         num_warps=warps,
         **overlap_options(expert_ids.device, _moe_align_kernel),
     )

@@ -2,10 +2,12 @@
 
 Four launches: align the (token, expert) pairs by expert, gate and up with the activation in the
 epilogue, down times the routing weight, and the sum over each token's experts.  One token has
-kernels of its own (moe_one_token.py), which need no alignment.
+kernels of its own (moe_one_token.py), which need no alignment, and so have the products of many
+pairs an expert (moe_groups.py).
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -13,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.core.parallel import Span
+from paceline.kernels._check import is_copyable
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.moe_align import launch_moe_align, read_block
 from paceline.kernels._triton.moe_one_token import fits_one_token, launch_one_token
@@ -21,6 +24,12 @@ from paceline.kernels._triton.runtime import cdiv, interpreted, next_power_of_2
 from paceline.kernels.moe_align import Alignment
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU
 from paceline.kernels.moe_route import Routing
+from paceline.kernels.stand_in import capability, device_type
+
+# Of `moe_groups`.
+_MANY_PAIRS = 32  # of an expert
+_MAJOR = 9  # of the compute capability: later ones multiply otherwise
+_STEP = 64  # of the inner dimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,14 +262,32 @@ def launch_moe_experts(
         launch_one_token(x, routing, weights, gate=gate, plus=plus, out=out)
         return
     num_pairs = routing.expert_ids.numel()
-    if tiles is None:
-        tiles = expert_tiles(num_pairs, experts.total, x.dtype)
-    aligned = launch_moe_align(routing.expert_ids, experts, tiles.rows)
+    if tiles is None and fits_groups(x, weights, num_pairs / experts.total):
+        from paceline.kernels._triton.moe_groups import BLOCK_ROWS, launch_group_products
+
+        rows, products = BLOCK_ROWS, launch_group_products
+    else:
+        tiles = tiles or expert_tiles(num_pairs, experts.total, x.dtype)
+        rows, products = tiles.rows, partial(_launch_products, tiles=tiles)
+    aligned = launch_moe_align(routing.expert_ids, experts, rows)
     gated = torch.empty(num_pairs, weights.down.shape[2], dtype=x.dtype, device=x.device)
     parts = torch.empty(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
-    _launch_gate_up(x, weights, aligned, gate=gate, tiles=tiles, out=gated)
-    _launch_down(gated, routing, weights, aligned=aligned, tiles=tiles, out=parts)
+    products(x, routing.weights, weights, aligned, gate=gate, gated=gated, parts=parts)
     launch_sum(parts, routing.expert_ids, experts, plus, out)
+
+
+def fits_groups(x: Tensor, weights: ExpertWeights, pairs_per_expert: float) -> bool:
+    """Whether the products of `moe_groups` take these, and are the faster way; shapes, strides and
+    dtypes only."""
+    arch, (_, hidden, inter) = capability(x.device), weights.down.shape
+    return (
+        device_type(x.device) == "cuda"
+        and arch is not None
+        and arch[0] == _MAJOR
+        and pairs_per_expert > _MANY_PAIRS
+        and hidden % _STEP == inter % _STEP == x.stride(0) % _STEP == 0
+        and all(is_copyable(each) for each in (x, weights.gate_up, weights.down))
+    )
 
 
 def launch_sum(
@@ -285,6 +312,22 @@ def launch_sum(
         num_warps=4,
         **overlap_options(out.device, _sum_kernel),
     )
+
+
+def _launch_products(
+    x: Tensor,
+    routing_weights: Tensor,
+    weights: ExpertWeights,
+    aligned: Alignment,
+    *,
+    gate: SwiGLU,
+    gated: Tensor,
+    parts: Tensor,
+    tiles: ExpertTiles,
+) -> None:
+    """gated [num_pairs, inter] and of it parts [num_pairs, hidden]."""
+    _launch_gate_up(x, weights, aligned, gate=gate, tiles=tiles, out=gated)
+    _launch_down(gated, routing_weights, weights, aligned=aligned, tiles=tiles, out=parts)
 
 
 def _launch_gate_up(
@@ -326,7 +369,7 @@ def _launch_gate_up(
 
 def _launch_down(
     gated: Tensor,
-    routing: Routing,
+    routing_weights: Tensor,
     weights: ExpertWeights,
     *,
     aligned: Alignment,
@@ -340,7 +383,7 @@ def _launch_down(
         gated,
         weights.down,
         weights.down_bias,
-        routing.weights,
+        routing_weights,
         *aligned,
         out,
         HAS_BIAS=weights.down_bias is not None,

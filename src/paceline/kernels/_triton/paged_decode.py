@@ -219,9 +219,13 @@ def _decode_kernel(
     MERGE_SPLITS: tl.constexpr,
     BLOCK_REQS: tl.constexpr,  # where splits go by length, or None
     CHUNK_KEYS: tl.constexpr,  # that a chunk of a shared prefix is worth
+    IS_ALONE: tl.constexpr,  # request
     WIDEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
+    if IS_ALONE:
+        # A product of one token, as stands behind, asks for its weights before it waits.
+        let_next_start(OVERLAPPED)
     if BLOCK_REQS is None:
         split = tl.program_id(1)
         req = tl.program_id(2).to(tl.int64)
@@ -320,6 +324,10 @@ def _decode_kernel(
         )  # fmt: skip
 
 
+# Heads of a KV head, and numbers of each, of a request that was timed alone.
+_ALONE_GROUP, _ALONE_DIM = 8, 128
+
+
 def decode_config(
     group: int,
     head_dim: int,
@@ -327,22 +335,24 @@ def decode_config(
     *,
     kv_dtype: torch.dtype,
     in_one_warp: bool = False,
+    is_alone: bool = False,
     splits: int = 1,
 ) -> SplitConfig:
     """Static tile table of paged_decode: memory-bound, so small tiles, two in flight, and many
-    programs of two warps.  Of one warp more fit at once, each with half the keys on their way.
+    programs of two warps; of four where a request `is_alone`, and waits for its merge.  Of one warp
+    more fit at once, each with half the keys on their way.
 
     splits: of each request, whatever its length.  One is worth three tiles; many of narrow heads
     one each.
     """
-    warps = 1 if in_one_warp else 2
+    halves = 1 if in_one_warp else 2
     is_narrow = max(head_dim, v_head_dim) <= _NARROW_DIM and splits >= _MANY_SPLITS
     return SplitConfig(
         block_rows=16 if group <= 16 else 32,
-        block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) * warps // 4),
-        num_warps=warps,
+        block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) * halves // 4),
+        num_warps=4 if is_alone else halves,
         num_stages=3,
-        min_tiles=1 if is_narrow else 6 // warps,
+        min_tiles=1 if is_narrow else 6 // halves,
     )
 
 
@@ -368,14 +378,15 @@ def launch_paged_decode(
     num_reqs, heads, head_dim = q.shape
     _, page_size, kv_heads, v_head_dim = cache.v.shape
     group = heads // kv_heads
+    is_alone = num_reqs == 1 and (group, v_head_dim) == (_ALONE_GROUP, _ALONE_DIM)
     if config is None:
-        in_one_warp = takes_one_warp(q, cache.k, cache.v)
         config = decode_config(
             group,
             head_dim,
             v_head_dim,
             kv_dtype=cache.k.dtype,
-            in_one_warp=in_one_warp,
+            in_one_warp=takes_one_warp(q, cache.k, cache.v),
+            is_alone=is_alone,
             splits=splits if shares is None else 1,
         )
     head_tiles = cdiv(group, config.block_rows)
@@ -426,6 +437,7 @@ def launch_paged_decode(
         MERGE_SPLITS=splits_per_load(merge_rows, block_dim(v_head_dim), num_warps=config.num_warps),
         BLOCK_REQS=None if shares is None else next_power_of_2(num_reqs),
         CHUNK_KEYS=CHUNK_KEYS,
+        IS_ALONE=is_alone,
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_decode_kernel),
         **overlap_options(q.device, _decode_kernel),
         num_warps=config.num_warps,
