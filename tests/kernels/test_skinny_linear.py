@@ -105,9 +105,7 @@ def test_a_weight_that_registers_hold_at_once_has_fewer_warps(
     for rows in (14, 15, 16, 17):
         found = skinny_linear(x, weight[:rows], None)
         torch.testing.assert_close(found, exact[:, :rows], rtol=4e-3, atol=0.02)
-    x, weight, _ = operands(1, 2, 2048, dtype=torch.float16)
-    skinny_linear(x, weight, None)
-    assert launched == [(1, 8), (2, 4), (2, 4), (1, 8), (2, 8)]
+    assert launched == [(1, 8), (2, 4), (2, 4), (1, 8)]
 
 
 def test_a_weight_of_few_long_rows_is_held_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
