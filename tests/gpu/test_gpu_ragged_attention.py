@@ -112,6 +112,10 @@ SHAPES = {
         num_heads=32, num_kv_heads=1, head_dim=128, v_head_dim=128, page_size=64,
         dtype=torch.bfloat16,
     ),
+    "32 of 4, page 128": Shape(
+        num_heads=32, num_kv_heads=4, head_dim=128, v_head_dim=128, page_size=128,
+        dtype=torch.bfloat16,
+    ),
 }  # fmt: skip
 PROMPTS = BatchSpec(prefix_lens=(0, 0, 0, 0), extend_lens=(300, 65, 800, 128))
 CHUNKS = BatchSpec(prefix_lens=(700, 16, 31, 0), extend_lens=(513, 64, 1, 700))

@@ -69,9 +69,10 @@ def assert_matches(
 
 def splits_by_length(tiles: Sequence[int], shares: int, min_tiles: int) -> list[int]:
     """The splits of requests with so many tiles of keys: none has more than one and a half of
-    `shares` equal ones of all; where none has two, each has one split."""
+    `shares` equal ones of all; where none has two, and the mean as much but for a tile, each has
+    one split."""
     most = max(min_tiles, math.ceil(1.5 * sum(tiles) / shares))
-    if max(tiles) * shares < 2 * sum(tiles):
+    if max(tiles) * shares < 2 * sum(tiles) and len(tiles) * (most - 1) < sum(tiles):
         most = max(tiles)
     return [max(1, math.ceil(count / most)) for count in tiles]
 

@@ -16,6 +16,7 @@ import pytest
 
 import paceline.kernels
 from paceline.layers.weights.dense import DenseTable
+from paceline.speculate.draft_passes import DraftPasses
 
 FOLDER = Path(paceline.kernels.__path__[0]) / "_triton"
 WAIT = "wait_for_inputs"
@@ -252,9 +253,10 @@ def test_a_loop_may_load_weights_before_it_waits_in_its_first_round() -> None:
     assert all(pointers_read(each, loop.body) <= WEIGHTS for each in reads)
 
 
-def test_what_stands_before_states_waits_before_it_lets_who_reads_them_start() -> None:
+@pytest.mark.parametrize("name", [SETTLING, "rope_write_kv._rope_write_kv_kernel"])
+def test_what_stands_before_an_early_reader_waits_before_it_lets_that_start(name: str) -> None:
     """No branch, no loop: a program of it that has let the next start has waited."""
-    body = kernels()[SETTLING].body
+    body = kernels()[name].body
     (waits,) = (at for at, statement in enumerate(body) if is_wait(statement))
     lets = [at for at, each in enumerate(body) if "let_next_start" in ast.dump(each)]
     assert lets == [waits + 1]
@@ -276,6 +278,12 @@ def test_torch_looks_embeddings_up_and_overtakes_nothing() -> None:
     source = ast.parse(textwrap.dedent(inspect.getsource(DenseTable.apply)))
     calls = {called(node) for node in ast.walk(source) if isinstance(node, ast.Call)}
     assert calls == {"index_select"}
+
+
+def test_torch_copies_a_drafters_tokens_behind_what_its_layers_read_early() -> None:
+    source = ast.parse(textwrap.dedent(inspect.getsource(DraftPasses.begin)))
+    lines = {called(node): node.lineno for node in ast.walk(source) if isinstance(node, ast.Call)}
+    assert max(lines["derive_rows"], lines["derive_rope"]) < lines["copy_"] < lines["context"]
 
 
 @pytest.mark.parametrize(

@@ -223,10 +223,19 @@ def case_without_splits(lens: tuple[int, ...]) -> tuple[PagedCase, tuple[Tensor,
     return case, run_splits(case, 1, 1)
 
 
-@pytest.mark.parametrize(("shares", "min_tiles"), [(3, 1), (8, 1), (8, 3), (17, 1), (40, 1)])
+@pytest.mark.parametrize(
+    ("shares", "min_tiles"), [(3, 1), (4, 1), (8, 1), (8, 3), (17, 1), (40, 1)]
+)
 @pytest.mark.parametrize(
     "lens",
-    [(97, 1, 43), (1, 1, 1, 97), (97, 97, 0, 97, 97, 17), (43, 43, 17), (97, 97, 97, 97)],
+    [
+        (97, 1, 43),
+        (1, 1, 1, 97),
+        (97, 97, 0, 97, 97, 17),
+        (43, 43, 17),
+        (97, 97, 97, 97),
+        (112, 112, 208),
+    ],
 )
 def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_tiles: int) -> None:
     case, (whole, whole_lse) = case_without_splits(lens)

@@ -60,7 +60,7 @@ def show(kernel, grid, *args, **options):
 ragged_groups.multiprocessors = lambda device: 132
 ragged_groups.launch = show
 lens = torch.zeros(5, dtype=torch.int32)
-for page, longest in ((16, 1000), (64, 1000), (16, 2048), (128, 2048)):
+for page, longest in ((16, 1000), (64, 1000), (16, 2049), (128, 2049)):
     q = torch.empty(2048, 8, 128, dtype=torch.bfloat16)
     cache = torch.empty(9, page, 2, 128, dtype=torch.bfloat16)
     rows = PagedRows(torch.zeros(4, 9, dtype=torch.int32), lens[1:], lens[1:], lens, longest)

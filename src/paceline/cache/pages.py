@@ -15,6 +15,8 @@ from enum import IntEnum
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.padding import PAD_PAGE
 
+_AHEAD = 64  # pages of a run that are looked at together, at first
+
 
 class PageState(IntEnum):
     """Where a page is in its life."""
@@ -82,13 +84,14 @@ class PagePool:
                 remedy="check num_free before reserving",
             )
         taken: list[int] = []
-        states, free = self._states, bytes([PageState.FREE])
+        states, free, ahead = self._states, bytes([PageState.FREE]), _AHEAD
         while len(taken) < count:
             start = after + 1
             if after == PAD_PAGE or not states.startswith(free, start):
                 start = self._none_below = states.index(free, self._none_below)
-            run = states[start : start + count - len(taken)]
+            run = states[start : start + min(count - len(taken), ahead)]
             after = start + len(run) - len(run.lstrip(free)) - 1
+            ahead = 2 * ahead if after + 1 == start + len(run) else _AHEAD
             taken += range(start, after + 1)
             states[start : after + 1] = bytes([PageState.RESERVED]) * (after + 1 - start)
         self._num_free -= count

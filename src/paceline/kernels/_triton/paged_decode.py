@@ -12,8 +12,9 @@ Many requests have splits by their lengths, so that nobody waits for the longest
 most half as much again as its share of all tiles.  Worked example, SHARES 4, BLOCK_KEYS 64,
 kv_lens 100, 900, 200 in 2, 15 and 4 tiles: a split has at most ceil(3 * 21 / (2 * 4)) = 8, so the
 requests have 1, 2 and 1, at slots 0, 1 to 2, and 3; programs of further slots leave at once.
-Where no request is longer than that, as with equal lengths, or as long as two shares, slot n is
-request n, uncounted: halves of requests that are as even would be more programs than fit at once.
+Where no request is longer than that, as with equal lengths, slot n is request n, uncounted.  So it
+is where the mean length is as much, but for a tile, and none is as long as two shares: halves of
+requests that are as even would be more programs than fit at once.
 
 Of a prefix that many requests share (kernels/paged_attention/shared_prefix.py) the keys were
 attended to before: here they count for no length, and who finishes a request adds what they gave.
@@ -146,7 +147,8 @@ def _at_slot(
     total, largest = tl.reduce((tiles, tiles), 0, _sum_and_largest)
     most = tl.maximum(tl.cdiv(3 * total, 2 * shares), MIN_TILES)
     shared_len = 0
-    if (largest <= most) | (largest * shares < 2 * total):
+    is_even = (largest * shares < 2 * total) & (num_reqs * (most - 1) < total)
+    if (largest <= most) | is_even:
         # One split each: the slot is the request, and there is nothing to count.
         is_live = slot < num_reqs
         kv_len = tl.load(kv_lens_ptr + slot, mask=is_live, other=0)

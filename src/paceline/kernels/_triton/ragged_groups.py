@@ -64,7 +64,9 @@ class GroupTiles(NamedTuple):
 
 _TILES = GroupTiles(block_keys=64, key_stages=3, query_stages=2)
 _LONG_TILES = GroupTiles(block_keys=128, key_stages=2, query_stages=2)
-_LONG = 2048  # queries, of which a tile that a mask divides is a small part
+# More queries: of these a tile that a mask divides is a small part.  A graph of so many tokens says
+# that any of its requests may have all of them.
+_LONG = 2048
 
 
 @gluon.jit
@@ -568,7 +570,7 @@ def launch_ragged_groups(
 
 def launch_paged_groups(call: PagedCall, *, above: int, leads: bool) -> None:
     """The same of paged keys under a causal mask, and of requests of more than `above` queries
-    alone; a call that `fits_groups`.  leads: another launch of the call is behind this one."""
+    alone; a call of `takes_groups`.  leads: another launch of the call is behind this one."""
     q, cache, reqs, weighing, out, lse = call
     assert lse is not None, "the operator has one"
     tiles = _usual_tiles(reqs.max_extend_len)
@@ -580,7 +582,7 @@ def launch_paged_groups(call: PagedCall, *, above: int, leads: bool) -> None:
 
 
 def _usual_tiles(longest: int) -> GroupTiles:
-    return _LONG_TILES if longest >= _LONG else _TILES
+    return _LONG_TILES if longest > _LONG else _TILES
 
 
 def _launch(

@@ -69,7 +69,8 @@ def decode_shares(
     in_one_warp: bool = False,
     device: torch.device,
 ) -> int | None:
-    """Of how many equal shares of all keys nobody's split is to have more than one and a half.
+    """Of how many equal shares of all keys nobody's split is to have more than one and a half, or
+    two where no request has as many, and each is one split.
 
     None where requests are so few that each has splits.  Otherwise at least one for each request,
     and as many as let every multiprocessor hold four programs; half as many again of one warp each,
@@ -116,7 +117,8 @@ def _has_many(num_reqs: int, num_kv_heads: int, num_sms: int) -> bool:
 def decode_slots(num_reqs: int, shares: int) -> int:
     """The most splits that requests have together where a split may have 1.5 shares.
 
-    A request has ceil(tiles / most) splits, with most >= 1.5 * all tiles / shares.
+    A request has ceil(tiles / most) splits, with most >= 1.5 * all tiles / shares; or all have one
+    each.
     """
     return num_reqs + 2 * shares // 3
 
