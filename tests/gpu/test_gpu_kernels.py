@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+from paged_cases import BatchSpec, Shape, make_case
+from paged_runs import assert_matches, run_decode
 
 import attention_gate
 import kernels_gate
@@ -58,6 +60,36 @@ def test_decodes_of_many_requests_meet_the_definition(count: int, between: tuple
     for _ in range(2):
         assert world.worst_error(q) <= uneven_lengths.ERROR_LIMIT
         assert not world.workspace.finished.any()
+
+
+@pytest.mark.parametrize(
+    ("count", "heads", "dim"),
+    [
+        (1, (32, 4), 128),
+        (1, (32, 8), 64),
+        (4, (32, 8), 64),
+        (40, (32, 8), 64),
+        (72, (32, 8), 64),
+        (150, (32, 4), 128),
+    ],
+    ids=str,
+)
+def test_decodes_by_each_row_of_the_tile_table_meet_the_definition(
+    count: int, heads: tuple[int, int], dim: int
+) -> None:
+    """A request alone, many splits of narrow heads, programs of one warp."""
+    lens = uneven_lengths.log_uniform(count, 300, 1400)
+    batch = BatchSpec(prefix_lens=tuple(n - 1 for n in lens), extend_lens=(1,) * count)
+    num_heads, kv_heads = heads
+    shape = Shape(
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        v_head_dim=dim,
+        dtype=torch.bfloat16,
+    )
+    case = make_case(batch, shape, seed=7, device="cuda")
+    assert_matches(case, run_decode(case))
 
 
 @pytest.mark.usefixtures("nan_memory")

@@ -77,8 +77,16 @@ def test_a_product_whose_rings_are_filled_before_it_waits_sees_what_was_written_
 @TOKENS
 @pytest.mark.parametrize(
     ("rows", "inner"),
-    [(6144, 4096), (2048, 4096), (12288, 4096), (17000, 4096), (4096, 14336), (1000, 1152)]
-    + [(129, 256), (1, 2048)],
+    [
+        (6144, 4096),
+        (2048, 4096),
+        (12288, 4096),
+        (17000, 4096),
+        (4096, 14336),
+        (1000, 1152),
+        (129, 256),
+        (1, 2048),
+    ],
     ids=["qkv", "kept", "wide", "wider", "down", "odd", "narrow", "one feature"],
 )
 def test_products_equal_float64(tokens: int, rows: int, inner: int) -> None:

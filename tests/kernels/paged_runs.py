@@ -27,7 +27,7 @@ def workspace_of(case: PagedCase, max_reqs: int) -> SplitWorkspace:
         max_reqs,
         [(shape.num_heads, shape.num_kv_heads)],
         v_head_dim=shape.v_head_dim,
-        device=CPU,
+        device=case.q.device,
     )
     workspace.partial_out.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
