@@ -12,7 +12,7 @@ _QUICK_LAYOUTS = frozenset({PageLayout.INTERLEAVED, PageLayout.SHARED_PREFIX})
 
 
 def extend_cases() -> tuple[Case, ...]:
-    return (*_lengths(), *_layouts(), *_pages(), *_heads(), *_options())
+    return (*_lengths(), *_layouts(), *_pages(), *_heads(), *_options(), *_many_queries())
 
 
 def _lengths() -> tuple[Case, ...]:
@@ -84,6 +84,26 @@ def _options() -> tuple[Case, ...]:
     )
 
 
+def _many_queries() -> tuple[Case, ...]:
+    """Heads of 128, and queries times heads that large tiles are for: prompts of 1 to 150 tokens,
+    fresh, and behind prefixes to within a page and to its edge.
+
+    The second is a graph's alone: few heads, padded to so many tokens that tiles have more keys.
+    """
+    rows: Rows = ((0, 150), (37, 97), (64, 3), (0, 65), (112, 70))
+    behind: Rows = ((0, 150), (2100, 33), (64, 3), (0, 65), (1023, 70), (112, 31))
+    few = ragged_case(_of_128(_BASE, 12, 3), "many-queries-2k", behind)
+    return (
+        ragged_case(_of_128(_BASE, 64, 16), "many-queries", rows),
+        *full(replace(few, captured_reqs=few.captured_reqs + 1, captured_tokens=2048)),
+    )
+
+
+def _of_128(base: Case, num_heads: int, num_kv_heads: int) -> Case:
+    heads = replace(base, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    return replace(heads, head_dim=128, v_head_dim=128)
+
+
 def mixed_cases() -> tuple[Case, ...]:
     """MIXED, short: decode rows first, last and between chunks of prompts."""
     base = base_case(ForwardMode.MIXED)
@@ -96,6 +116,7 @@ def mixed_cases() -> tuple[Case, ...]:
         ragged_case(shared, "shared-prefix", ((32, 1), (35, 9), (41, 1))),
         with_frozen(ragged_case(base, "frozen-rows", rows), (), (1,), (0, 2)),
         _many(17, 70),
+        _many_queries_and_decodes(),
         *full(
             _many(130, 150),
             ragged_case(base, "chunks-first", ((16, 16), (0, 9), (31, 1), (40, 1))),
@@ -113,3 +134,14 @@ def _many(requests: int, longest: int) -> Case:
     short = [(1 + 7 * row % 23, 1 + row % 3 // 2) for row in range(1, requests)]
     rows = (*short[: requests // 2], (5, longest), *short[requests // 2 :])
     return ragged_case(base, f"many{requests}", rows)
+
+
+def _many_queries_and_decodes() -> Case:
+    """Among prompts as of `_many_queries`, decodes and requests of 2 and 5 tokens, whose 3 heads
+    are a small tile; pages of more keys than a large one."""
+    rows: Rows = (
+        *((5, 1), (127, 1), (128, 1), (31, 1), (0, 129), (37, 40), (1, 1), (126, 5)),
+        *((64, 1), (9, 6), (100, 31), (63, 1), (0, 37), (77, 1), (16, 2), (90, 1)),
+    )
+    base = replace(base_case(ForwardMode.MIXED), dtype="float16", page_size=128)
+    return ragged_case(_of_128(base, 24, 8), "many-queries", rows)
