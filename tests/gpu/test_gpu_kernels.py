@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from paged_cases import BatchSpec, Shape, make_case
-from paged_runs import assert_matches, run_decode
+from paged_cases import BatchSpec, Shape, make_case, reference, worst_error
+from paged_runs import run_decode
 
 import attention_gate
 import kernels_gate
@@ -89,7 +89,9 @@ def test_decodes_by_each_row_of_the_tile_table_meet_the_definition(
         dtype=torch.bfloat16,
     )
     case = make_case(batch, shape, seed=7, device="cuda")
-    assert_matches(case, run_decode(case))
+    out, lse = run_decode(case)
+    assert worst_error(case, out) <= 1.0
+    torch.testing.assert_close(lse, reference(case)[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("nan_memory")

@@ -17,14 +17,13 @@ from paceline.kernels._check import COPY_ALIGNMENT, is_copyable, reject, require
 from paceline.kernels.act_and_mul import act_and_mul, activate, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.skinny_linear import require_bias
-from paceline.kernels.stand_in import capability, device_type, multiprocessors
+from paceline.kernels.stand_in import is_hopper, multiprocessors
 
 LEAST_TOKENS = 2048  # below, tiles are too few to fill a GPU
 MOST_INNER = 1024  # of the inner dimension: longer sums want other tiles, and gain less
 # Of longer sums of gates: so many tokens gain where tiles of both parts fill processors in turns.
 LONG_TOKENS, LONG_INNER = 256, 4096
 _LEAST_FILL = 0.8  # of the turns' processors
-_MAJOR = 9  # of the compute capability where tiles were measured; others have less memory for them
 
 
 class ProductTile(NamedTuple):
@@ -55,11 +54,9 @@ def activated_linear_reference(
 def fits_activated(x: Tensor, weight: Tensor, *, gated: bool) -> bool:
     """Whether `activated_linear` takes these operands and is the faster way; shapes, strides and
     dtypes only.  x: [tokens, inner]; weight: [rows, inner]."""
-    arch, rows = capability(x.device), weight.shape[0]
+    rows = weight.shape[0]
     return (
-        device_type(x.device) == "cuda"
-        and arch is not None
-        and arch[0] == _MAJOR
+        is_hopper(x.device)
         and x.dim() == 2
         and (
             _fills_turns(x, rows // 2)

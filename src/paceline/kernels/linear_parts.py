@@ -11,14 +11,13 @@ from torch import Tensor
 
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.skinny_linear import MAX_TOKENS as SKINNY_TOKENS
-from paceline.kernels.stand_in import capability, device_type, multiprocessors
+from paceline.kernels.stand_in import is_hopper, multiprocessors
 
 PARTS = 2
 MOST_TOKENS = 256
 _LEAST_INNER = 8192  # shorter sums are not worth their parts
 _TILE = 128  # tokens, and features, of a library's tile
 _DTYPES = (torch.bfloat16, torch.float16)
-_MAJOR = 9  # of the compute capability where it was measured
 
 
 def linear_parts_reference(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -30,13 +29,11 @@ def fits_parts(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear_parts` takes these operands and a norm of its result is faster than one of
     `linear`'s; shapes and dtypes only.  x: [tokens, inner]; weight: [out, inner]."""
     tokens, inner = x.shape
-    if device_type(x.device) != "cuda" or not SKINNY_TOKENS < tokens <= MOST_TOKENS:
+    if not SKINNY_TOKENS < tokens <= MOST_TOKENS:
         return False
-    arch = capability(x.device)
     tiles = -(-tokens // _TILE) * -(-weight.shape[0] // _TILE)
     return (
-        arch is not None
-        and arch[0] == _MAJOR
+        is_hopper(x.device)
         and inner >= _LEAST_INNER
         and inner % (_TILE * PARTS) == 0
         and PARTS * tiles <= multiprocessors(x.device)

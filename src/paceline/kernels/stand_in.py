@@ -110,6 +110,13 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return None if stand_in is None else stand_in.capability
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of compute capability 9, or stands for one: some kernels are written for
+    its matrix instructions, or were measured there alone."""
+    found = capability(device)
+    return device_type(device) == "cuda" and found is not None and found[0] == 9
+
+
 @cache
 def _capability_of_gpu(device: torch.device) -> tuple[int, int]:
     major, minor = torch.cuda.get_device_capability(device)

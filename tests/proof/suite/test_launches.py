@@ -50,8 +50,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         found.append("decodes" if follows else "others")
 
     monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(ragged_attention, "device_type", lambda device: "cuda")
-    monkeypatch.setattr(ragged_attention, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(ragged_attention, "is_hopper", lambda device: True)
     monkeypatch.setattr(kernels, "require_runnable", lambda *given, **named: None)
     monkeypatch.setattr(kernels, "_start", start)
     monkeypatch.setattr(ragged_groups, "launch_paged_groups", groups)

@@ -1,9 +1,9 @@
 """Triton kernels of moe_experts; see kernels/moe_experts.py for the definition.
 
-Four launches: align the (token, expert) pairs by expert, gate and up with the activation in the
-epilogue, down times the routing weight, and the sum over each token's experts.  One token has
-kernels of its own (moe_one_token.py), which need no alignment, and so have the products of many
-pairs an expert (moe_groups.py).
+Four launches: align the (token, expert) pairs by expert (two of very many), gate and up with the
+activation in the epilogue, down times the routing weight, and the sum over each token's experts.
+One token has kernels of its own (moe_one_token.py), which need no alignment, and so have the
+products of many pairs an expert (moe_groups.py).
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,10 @@ from paceline.kernels._triton.runtime import cdiv, interpreted, next_power_of_2
 from paceline.kernels.moe_align import Alignment
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU
 from paceline.kernels.moe_route import Routing
-from paceline.kernels.stand_in import capability, device_type
+from paceline.kernels.stand_in import is_hopper
 
 # Of `moe_groups`.
 _MANY_PAIRS = 32  # of an expert
-_MAJOR = 9  # of the compute capability: later ones multiply otherwise
 _STEP = 64  # of the inner dimensions
 
 
@@ -279,11 +278,9 @@ def launch_moe_experts(
 def fits_groups(x: Tensor, weights: ExpertWeights, pairs_per_expert: float) -> bool:
     """Whether the products of `moe_groups` take these, and are the faster way; shapes, strides and
     dtypes only."""
-    arch, (_, hidden, inter) = capability(x.device), weights.down.shape
+    _, hidden, inter = weights.down.shape
     return (
-        device_type(x.device) == "cuda"
-        and arch is not None
-        and arch[0] == _MAJOR
+        is_hopper(x.device)
         and pairs_per_expert > _MANY_PAIRS
         and hidden % _STEP == inter % _STEP == x.stride(0) % _STEP == 0
         and all(is_copyable(each) for each in (x, weights.gate_up, weights.down))

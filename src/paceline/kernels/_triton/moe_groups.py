@@ -11,7 +11,6 @@ so that what runs at a time reads few experts.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,12 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from paceline.kernels._triton.gluon_tiles import load_tile, tiles_of
 from paceline.kernels._triton.launch import launch, overlap_options, wait_for_inputs
 from paceline.kernels._triton.moe_align import read_block
 from paceline.kernels._triton.primitives import swiglu
@@ -43,8 +41,7 @@ _BEHIND = gl.constexpr(2)  # steps of rows that are asked for while an earlier o
 # Registers of a thread: of those that multiply, and of those that load.
 _REGISTERS, _FEW_REGISTERS = gl.constexpr(224), gl.constexpr(56)
 BLOCK_ROWS = _ROWS.value * _GROUPS.value
-# By the names that a version of Triton has for them.
-_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# By the name that a version of Triton has for it.
 _load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
@@ -68,8 +65,8 @@ def _load(
     a, w_tiles, a_smem, w_smem, ready, free, order_ptr, blocks_ptr, stride_a, num_tiles,
     EXPERTS_PER_TOKEN: gl.constexpr, INNER: gl.constexpr, FEATURES: gl.constexpr,
 ):  # fmt: skip
-    """What one group does: ask for each tile's rows and columns, step by step.  a: x, of which
-    `order` says the rows, or, of None, tiles of rows in that order."""
+    """What one group does: ask for each tile's rows and columns, step by step.  a: x, whose rows
+    `order` says; where EXPERTS_PER_TOKEN is None tiles of rows that lie in that order."""
     COLUMN_TILES: gl.constexpr = (FEATURES + _COLS - 1) // _COLS
     BYTES: gl.constexpr = _STEP * w_smem.dtype.primitive_bitwidth // 8
     GATHERED: gl.constexpr = EXPERTS_PER_TOKEN is not None
@@ -100,7 +97,7 @@ def _load(
             mbarrier.wait(free.index(stage), asked // _STAGES & 1 ^ 1)
             if GATHERED:
                 mbarrier.expect(ready.index(stage), _COLS * BYTES)
-                _load_tile(w_tiles, [w_row, start], ready.index(stage), w_smem.index(stage))
+                load_tile(w_tiles, [w_row, start], ready.index(stage), w_smem.index(stage))
                 _load_rows(a_smem.index(stage * _GROUPS), pointers)
                 if has_both:
                     _load_rows(a_smem.index(stage * _GROUPS + 1), more_pointers)
@@ -113,10 +110,10 @@ def _load(
                 more_pointers += _STEP
             else:
                 mbarrier.expect(ready.index(stage), _COLS * BYTES + _GROUPS * _ROWS * BYTES)
-                _load_tile(w_tiles, [w_row, start], ready.index(stage), w_smem.index(stage))
+                load_tile(w_tiles, [w_row, start], ready.index(stage), w_smem.index(stage))
                 for part in gl.static_range(_GROUPS):
                     place = a_smem.index(stage * _GROUPS + part)
-                    _load_tile(a, [begin + part * _ROWS, start], ready.index(stage), place)
+                    load_tile(a, [begin + part * _ROWS, start], ready.index(stage), place)
             asked += 1
         expert, begin, end = following
         following = behind
@@ -360,7 +357,7 @@ def launch_group_products(
         _groups_gate_up_kernel,
         (min(num_tiles, processors),),
         x,
-        _tiles_of(weights.gate_up, _COLS.value),
+        _steps_of(weights.gate_up, _COLS.value),
         weights.gate_up_bias,
         *aligned,
         gated,
@@ -379,8 +376,8 @@ def launch_group_products(
     launch(
         _groups_down_kernel,
         (min(num_tiles, processors),),
-        _tiles_of(gated, _ROWS.value),
-        _tiles_of(weights.down, _COLS.value),
+        _steps_of(gated, _ROWS.value),
+        _steps_of(weights.down, _COLS.value),
         weights.down_bias,
         routing_weights,
         *aligned,
@@ -393,8 +390,6 @@ def launch_group_products(
     )
 
 
-def _tiles_of(x: Tensor, rows: int) -> Any:
+def _steps_of(x: Tensor, rows: int) -> Any:
     """x [..., inner], contiguous, in tiles of `rows` rows and _STEP columns."""
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([rows, _STEP.value], dtype)
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, _STEP.value], layout)
+    return tiles_of(x.view(-1, x.shape[-1]), [rows, _STEP.value])

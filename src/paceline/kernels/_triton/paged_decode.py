@@ -51,7 +51,7 @@ from paceline.kernels.paged_attention.call import PagedCall
 from paceline.kernels.paged_attention.shared_prefix import CHUNK_KEYS
 from paceline.kernels.paged_attention.splits import SplitWorkspace, takes_one_warp
 
-_NARROW_DIM, _MANY_SPLITS = 64, 16
+_NARROW_DIM, _SHORT_SPLITS = 64, 16  # columns of heads, and so many splits of one tile each
 
 
 @triton.jit
@@ -326,8 +326,8 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-# Heads of a KV head, and numbers of each, of a request that was timed alone.
-_ALONE_GROUP, _ALONE_DIM = 8, 128
+# Of a request that was timed alone: heads of a KV head, and columns.
+_ALONE_HEADS = (8, 128, 128)
 
 
 def decode_config(
@@ -348,7 +348,7 @@ def decode_config(
     one each.
     """
     halves = 1 if in_one_warp else 2
-    is_narrow = max(head_dim, v_head_dim) <= _NARROW_DIM and splits >= _MANY_SPLITS
+    is_narrow = max(head_dim, v_head_dim) <= _NARROW_DIM and splits >= _SHORT_SPLITS
     return SplitConfig(
         block_rows=16 if group <= 16 else 32,
         block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) * halves // 4),
@@ -380,7 +380,7 @@ def launch_paged_decode(
     num_reqs, heads, head_dim = q.shape
     _, page_size, kv_heads, v_head_dim = cache.v.shape
     group = heads // kv_heads
-    is_alone = num_reqs == 1 and (group, v_head_dim) == (_ALONE_GROUP, _ALONE_DIM)
+    is_alone = num_reqs == 1 and (group, head_dim, v_head_dim) == _ALONE_HEADS
     if config is None:
         config = decode_config(
             group,

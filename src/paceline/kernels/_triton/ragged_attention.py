@@ -25,7 +25,7 @@ from paceline.kernels._triton.runtime import (
     interpreted,
     keys_per_stage,
 )
-from paceline.kernels.stand_in import capability, device_type
+from paceline.kernels.stand_in import is_hopper
 
 _KEYS = 64
 # Queries of a tile; where there are programs enough, of heads of up to _NARROW columns of 16 bits.
@@ -36,7 +36,6 @@ _BLOCK_REQS = 64  # first slots that are looked at together
 _MANY = TileConfig(block_rows=_MANY_ROWS, block_keys=_KEYS, num_warps=8, num_stages=3)
 # Of `ragged_groups`.
 _LEAST_TOKENS = 1024  # below, few processors have work
-_MAJOR = 9  # of the compute capability: later ones multiply otherwise
 _DIM = 128  # of a head; of 64 the other kernel is as fast
 # Of keys with shared columns: tiles in 16 bits, and in 32.
 _SHARING = TileConfig(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
@@ -340,11 +339,8 @@ def launch_ragged_attention(
 def fits_groups(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
     """Whether `ragged_groups` takes these, keys side by side or in pages; it has no window, no cap
     of scores, no blocks and no shared columns.  By shapes, strides and dtypes only."""
-    arch = capability(q.device)
     return (
-        device_type(q.device) == "cuda"
-        and arch is not None
-        and arch[0] == _MAJOR
+        is_hopper(q.device)
         and out.dtype == q.dtype
         and all(is_copyable(x) and x.shape[-1] == x.stride(-2) == _DIM for x in (q, k, v))
         and k.shape[0] > 0

@@ -21,19 +21,17 @@ and a unit begins with the pair that the one before ended with.  Worked example,
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from paceline.kernels._triton.gluon_tiles import load_tile, tiles_of
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv
 from paceline.kernels.paged_attention.call import PagedCall
@@ -49,7 +47,6 @@ _COST_OF_ITEM = gl.constexpr(4)  # beside its keys
 _REGISTERS, _FEW_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 _PIECE_BYTES = 128  # of a row that lie together in shared memory, by which it is swizzled
 # By the names that a version of Triton has for them.
-_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _SMEM = gl.shared_memory_descriptor
 _as_pieces = getattr(_SMEM, "reinterpret", None) or _SMEM._reinterpret
 
@@ -237,7 +234,7 @@ def _load_keys(
     last key's page stands in for those behind."""
     mbarrier.expect(ready, BLOCK_KEYS * DIM * smem.dtype.primitive_bitwidth // 8)
     if PAGE_SIZE is None:
-        _load_tile(tiles, [pages_ptr + low, col], ready, smem.index(stage))
+        load_tile(tiles, [pages_ptr + low, col], ready, smem.index(stage))
     else:
         ROWS: gl.constexpr = tiles.block_shape[1]
         COLS: gl.constexpr = tiles.block_shape[2]
@@ -248,7 +245,7 @@ def _load_keys(
             slot = key % PAGE_SIZE // ROWS * ROWS
             for piece in gl.static_range(DIM // COLS):
                 place = smem.index((stage * (DIM // COLS) + piece) * PARTS + part)
-                _load_tile(tiles, [page, slot, col + piece * COLS], ready, place)
+                load_tile(tiles, [page, slot, col + piece * COLS], ready, place)
 
 
 @gluon.jit
@@ -282,7 +279,7 @@ def _load(
                 row = begin_q + first + (part * _ROWS if HEADS == 1 else 0)
                 col = (head + (part if HEADS == 2 else 0)) * DIM
                 into = q_smem.index(stage * _GROUPS + part)
-                _load_tile(q_tiles, [row, col], q_ready.index(stage), into)
+                load_tile(q_tiles, [row, col], q_ready.index(stage), into)
             num_items += 1
             col = head // group * DIM
             if PAGE_SIZE is None:
@@ -564,7 +561,7 @@ def launch_ragged_groups(
 ) -> None:
     """A program for each processor; arguments as `fits_groups` takes them."""
     tiles = _usual_tiles(q.shape[0] // max(cu_q.shape[0] - 1, 1))
-    described = (_tiles_of(each, tiles.block_keys) for each in (k, v))
+    described = (_heads_of(each, tiles.block_keys) for each in (k, v))
     _launch(q, *described, cu_q, cu_k, None, scale, out, lse, causal=causal, tiles=tiles)
 
 
@@ -610,7 +607,7 @@ def _launch(
     launch(
         _ragged_groups_kernel,
         (min(query_tiles * units, multiprocessors(q.device)),),
-        _tiles_of(q, _ROWS.value),
+        _heads_of(q, _ROWS.value),
         k_tiles,
         v_tiles,
         cu_q,
@@ -641,11 +638,11 @@ def _launch(
     )
 
 
-def _tiles_of(x: Tensor, rows: int) -> Any:
+def _heads_of(x: Tensor, rows: int) -> Any:
     """x [rows, heads, dim], whose heads lie side by side, in tiles of one head's rows."""
     num_rows, heads, dim = x.shape
     flat = x.as_strided((num_rows, heads * dim), (x.stride(0), 1))
-    return _described(flat, [rows, dim])
+    return tiles_of(flat, [rows, dim])
 
 
 def _pieces_of(cache: Tensor, rows: int) -> Any:
@@ -654,11 +651,4 @@ def _pieces_of(cache: Tensor, rows: int) -> Any:
     rows as it has of the tile."""
     pages, page_size, heads, dim = cache.shape
     flat = cache.as_strided((pages, page_size, heads * dim), (*cache.stride()[:2], 1))
-    return _described(flat, [1, min(page_size, rows), _PIECE_BYTES // cache.element_size()])
-
-
-def _described(x: Tensor, shape: list[int]) -> Any:
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor.from_tensor(
-        x, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype)
-    )
+    return tiles_of(flat, [1, min(page_size, rows), _PIECE_BYTES // cache.element_size()])

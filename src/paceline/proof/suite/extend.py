@@ -95,7 +95,7 @@ def _many_queries() -> tuple[Case, ...]:
     few = ragged_case(_of_128(_BASE, 12, 3), "many-queries-2k", behind)
     return (
         ragged_case(_of_128(_BASE, 64, 16), "many-queries", rows),
-        *full(replace(few, captured_reqs=few.captured_reqs + 1, captured_tokens=2048)),
+        *full(replace(few, captured_reqs=few.captured_reqs + 1, captured_tokens=2064)),
     )
 
 
