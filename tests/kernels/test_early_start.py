@@ -62,6 +62,7 @@ SETTLED = {
 WITHIN = "skinny_linear._ring_linear_kernel"
 # Of two launches of one call, where the second runs beside the first, see launch.py.
 BESIDE = "paged_extend_kernel.paged_extend_kernel"
+LEADERS = [BESIDE, "ragged_groups._ragged_groups_kernel"]  # the first of the two is either's
 
 
 class Specialised(ast.NodeTransformer):
@@ -80,10 +81,10 @@ class Specialised(ast.NodeTransformer):
         return node.body if self.constants[test.id] is wanted else node.orelse
 
 
-def beside(*, leads: bool, follows: bool) -> ast.FunctionDef:
-    """BESIDE as one of its launches, which have no splits."""
+def beside(name: str = BESIDE, *, leads: bool, follows: bool) -> ast.FunctionDef:
+    """One of LEADERS as one of its launches, which have no splits."""
     kernel = Specialised(LEADS=leads, FOLLOWS=follows, IS_SPLIT=False).visit(
-        deepcopy(kernels()[BESIDE])
+        deepcopy(kernels()[name])
     )
     assert isinstance(kernel, ast.FunctionDef)
     return kernel
@@ -201,11 +202,15 @@ def test_a_kernel_that_starts_early_waits_before_it_touches_what_others_write(na
 
 
 @pytest.mark.parametrize("leads", [False, True])
-def test_a_launch_with_another_beside_it_waits_before_it_lets_that_start(leads: bool) -> None:
-    kernel = beside(leads=leads, follows=False)
+@pytest.mark.parametrize("name", LEADERS)
+def test_a_launch_with_another_beside_it_waits_before_it_lets_that_start(
+    name: str, leads: bool
+) -> None:
+    kernel = beside(name, leads=leads, follows=False)
     assert broken_rules(kernel) == []
     (waits,) = (at for at, statement in enumerate(kernel.body) if is_wait(statement))
-    assert ("let_next_start" in ast.dump(kernel.body[waits + 1])) == leads
+    lets = ["let_next_start" in ast.dump(statement) for statement in kernel.body]
+    assert lets[: waits + 2] == [*[False] * (waits + 1), leads]
 
 
 def test_a_launch_beside_another_waits_wherever_it_ends() -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
 from paceline.core.parallel import Span, whole
+from paceline.kernels.moe_align import Alignment, max_blocks
 from paceline.kernels.moe_experts import SwiGLU, moe_experts, moe_experts_reference
 from paceline.kernels.moe_route import Routing
 
@@ -159,6 +161,46 @@ def test_a_token_too_wide_for_registers_takes_the_tiles_of_many(
     monkeypatch.setattr(moe_one_token, "_MOST_ELEMENTS", 4 * 32 - 1)
     assert not moe_one_token.fits_one_token(case.x, case.weights)
     torch.testing.assert_close(run_triton(case), theirs(case), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_tiled", "taken"),
+    [(64, False, ("tiles", 64)), (65, False, ("groups", 128)), (65, True, ("tiles", 16))],
+)
+def test_groups_have_blocks_of_their_own_from_so_many_pairs_of_any_expert_on(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, is_tiled: bool, taken: tuple[str, int]
+) -> None:
+    """More than 32 of each of 4 experts, of which this rank has 2."""
+    moe_groups = pytest.importorskip("paceline.kernels._triton.moe_groups")
+    from paceline.kernels._triton import moe_experts as kernels
+
+    case = of_rank(make_case(tokens, 4, 2, hidden=8, inter=6, dtype=torch.half), 0, 2)
+    found: list[tuple[str, int]] = []
+
+    def note(kind: str) -> Callable[..., None]:
+        def products(
+            x: Tensor, shares: Tensor, weights: object, aligned: Alignment, parts: Tensor, **_: Any
+        ) -> None:
+            parts.zero_()
+            found.append((kind, len(aligned.blocks)))
+
+        return products
+
+    monkeypatch.setattr(kernels, "fits_groups", lambda x, weights, pairs: pairs > 32)
+    monkeypatch.setattr(kernels, "_launch_products", note("tiles"))
+    monkeypatch.setattr(moe_groups, "launch_group_products", note("groups"))
+    kernels.launch_moe_experts(
+        case.x,
+        case.routing,
+        case.weights,
+        gate=case.gate,
+        experts=case.experts,
+        plus=None,
+        out=torch.empty_like(case.x),
+        tiles=kernels.expert_tiles(1, 1, torch.float32) if is_tiled else None,
+    )
+    kind, rows = taken
+    assert found == [(kind, max_blocks(2 * tokens, 2, rows))]
 
 
 def test_blocks_of_several_rows_and_a_last_partial_one_are_whole() -> None:

@@ -1,6 +1,7 @@
 """The way of moe_experts that no interpreter runs: when it is taken, and that a compiler takes it.
 What it gives is tested on a GPU."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,18 @@ def test_a_compiler_takes_both_products(tmp_path: Path) -> None:
 def test_many_pairs_of_an_expert_take_it_on_hopper() -> None:
     from paceline.kernels._triton.moe_experts import fits_groups
 
-    def fits(pairs=33.0, hidden=128, inter=192, apart=0, dtype=torch.bfloat16, **where) -> bool:
+    def fits(
+        pairs=33.0, hidden=128, inter=192, apart=0, dtype=torch.bfloat16, shifted="", **where
+    ) -> bool:
+        def made(name: str, *size: int) -> torch.Tensor:
+            first = int(name == shifted)  # number, which then is at no multiple of 16 bytes
+            memory = torch.empty(math.prod(size) + first, device="meta", dtype=dtype)
+            return memory[first:].view(size)
+
         where = {"arch": (9, 0), "kind": "cuda"} | where
         with StandIn(where["kind"], None, where["arch"]):
-            x = torch.empty(64, hidden + apart, device="meta", dtype=dtype)[:, :hidden]
-            gate_up = torch.empty(4, 2 * inter, hidden, device="meta", dtype=dtype)
-            down = torch.empty(4, hidden, inter, device="meta", dtype=dtype)
+            x = made("x", 64, hidden + apart)[:, :hidden]
+            gate_up, down = made("gate_up", 4, 2 * inter, hidden), made("down", 4, hidden, inter)
             return fits_groups(x, ExpertWeights(gate_up, None, down, None), pairs)
 
     assert fits()
@@ -70,6 +77,8 @@ def test_many_pairs_of_an_expert_take_it_on_hopper() -> None:
     assert not fits(inter=96)
     assert fits(apart=64)
     assert not fits(apart=8)
+    for name in ("x", "gate_up", "down"):
+        assert not fits(shifted=name)
     assert fits(dtype=torch.float16)
     assert not fits(dtype=torch.float32)
     assert not fits(arch=(8, 9))

@@ -166,7 +166,14 @@ def test_the_worked_example_of_moe_align_holds(run: Callable[..., Alignment]) ->
 @ALIGN
 @pytest.mark.parametrize(
     "sizes",
-    [(1, 8, 8, 16), (40, 6, 3, 2), (100, 40, 4, 16), (1100, 5, 2, 64), (1093, 40, 8, 128)],
+    [
+        (1, 8, 8, 16),
+        (40, 6, 3, 2),
+        (100, 40, 4, 16),
+        (1100, 5, 2, 64),
+        (1093, 40, 8, 128),
+        (1093, 256, 8, 128),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("skew", [1, 6])
@@ -174,7 +181,7 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(
     run: Callable[..., Alignment], sizes: tuple[int, ...], skew: int
 ) -> None:
     """Up to 2,200 pairs: several programs, of which each counts several tiles; 8,744 pairs: what
-    these programs counted is added up."""
+    these programs counted is added up, of 256 experts 8 programs' counts at a time."""
     tokens, num_experts, per_token, block_rows = sizes
     generator = torch.Generator().manual_seed(skew)
     logits = torch.rand(tokens, num_experts, generator=generator)

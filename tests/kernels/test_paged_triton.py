@@ -248,6 +248,25 @@ def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_
         assert_matches(case, (out, lse))
 
 
+def test_slots_of_nobody_look_up_pages_of_a_request_that_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind the table's last row may be no memory: a program asks before it knows that it has
+    nothing to do."""
+    case, _ = case_without_splits((1, 1, 1, 97))
+    rows: set[int] = set()
+    look_up = paged_decode_kernel.lookup_pages
+
+    def noted(page_row_ptr: Any, *rest: Any) -> Any:
+        rows.add(int(page_row_ptr.handle.data.item()))
+        return look_up(page_row_ptr, *rest)
+
+    monkeypatch.setattr(paged_decode_kernel, "lookup_pages", noted)
+    run_splits(case, 0, 1, shares=40)
+    row_bytes = case.page_table.stride(0) * case.page_table.element_size()
+    assert sorted(rows) == [min(rows) + row_bytes * req for req in range(4)]
+
+
 def test_many_programs_are_of_one_warp_each_and_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,18 +277,18 @@ def test_many_programs_are_of_one_warp_each_and_give_the_same(
     batch = BatchSpec(prefix_lens=tuple(n - 1 for n in lens), extend_lens=(1,) * len(lens))
     shape = Shape(num_heads=4, num_kv_heads=2, head_dim=128, v_head_dim=128, dtype=torch.float16)
     fewer = replace(batch, prefix_lens=batch.prefix_lens[:8], extend_lens=batch.extend_lens[:8])
-    warps: list[tuple[int, int]] = []
+    warps: list[tuple[int, int, int]] = []
     start = paged_decode_kernel.launch
 
     def note(kernel: object, *args: object, **options: Any) -> None:
-        warps.append((options["num_warps"], options["BLOCK_KEYS"]))
+        warps.append(tuple(options[each] for each in ("num_warps", "BLOCK_KEYS", "MIN_TILES")))
         start(kernel, *args, **options)
 
     monkeypatch.setattr(paged_decode_kernel, "launch", note)
     for each in (batch, fewer):
         case = make_case(each, shape, seed=20)
         assert_matches(case, run_decode(case))
-    assert warps == [(1, 16), (2, 32)]
+    assert warps == [(1, 16, 6), (2, 32, 3)]
 
 
 def test_one_of_many_splits_of_narrow_heads_is_worth_one_tile(

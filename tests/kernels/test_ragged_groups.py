@@ -1,10 +1,16 @@
-"""The way of ragged_attention and paged_extend that no interpreter runs: when it is taken, and that
-a compiler takes it.  What it gives is tested on a GPU."""
+"""The way of ragged_attention and paged_extend that no interpreter runs: when it is taken, which
+items its programs have, and that a compiler takes it.  What it gives is tested on a GPU."""
 
+import inspect
+import random
+import re
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from absent_gpu import run_compiling
@@ -90,6 +96,79 @@ def test_a_compiler_takes_both_forms(tmp_path: Path) -> None:
     assert found.splitlines() == ["72 2 True True", "1", "80 1 True True", "1"]
 
 
+class Memory:
+    """What a pointer points to: an address is what stands there."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = np.array(values)
+
+    def __add__(self, place: Any) -> Any:
+        return self.values[place]
+
+
+def plain_functions(num_programs: int) -> SimpleNamespace:
+    """Those that deal items out, of numpy's numbers, four requests at a time."""
+    from paceline.kernels._triton import ragged_groups as kernels
+
+    language = SimpleNamespace(
+        where=np.where, minimum=np.minimum, maximum=np.maximum, sum=np.sum, constexpr=int,
+        load=lambda there: there, arange=lambda first, end, layout: np.arange(first, end),
+        associative_scan=lambda values, axis, add: np.cumsum(values, axis),
+        num_programs=lambda axis: num_programs, BlockedLayout=lambda *sizes: None,
+    )  # fmt: skip
+    names = ("_costs", "_add", "_num_queries", "_num_keys", "_all_costs", "_pair", "_tile_at")
+    found: dict[str, Any] = {"gl": language, "_BLOCK_REQS": 4, "_WARPS": 4}
+    found |= {name: getattr(kernels, name).value for name in ("_COST_KEYS", "_COST_OF_ITEM")}
+    for name in (*names, "_begin", "_next"):
+        source = inspect.getsource(getattr(kernels, name).fn)
+        exec(re.sub(r"@gluon\.jit|\.to\(gl\.int\d+\)", "", source), found)
+    return SimpleNamespace(**found)
+
+
+def test_the_worked_example_of_tiles_by_pairs_holds() -> None:
+    tile_at = plain_functions(1)._tile_at
+    for unit, order in enumerate([[4, 0, 3, 1, 2], [3, 1, 4, 0, 2]] * 2):
+        assert [tile_at(place, unit, 5) for place in range(5)] == order
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_item_is_one_programs_and_their_ranges_cost_the_same(seed: int) -> None:
+    """A program begins with the item in which its share of all costs begins."""
+    rng = random.Random(seed)
+    causal, page_size = rng.choice(((True, 16), (True, None), (False, None)))
+    rows, units, above = rng.choice((64, 128)), rng.randint(1, 8), rng.choice((0, 4, 16))
+    programs = rng.choice((1, rng.randint(2, 131), 132))
+    num_q = [rng.choice((0, 4, 16, 640, rng.randint(1, 3000))) for _ in range(rng.randint(1, 11))]
+    num_k = [rng.choice((0, q // 2, q, q + rng.randint(0, 5000))) for q in num_q]
+    reqs, behind = len(num_q), rng.choice((0, 300))  # rows behind the last request
+    cu_q, cu_k = ([sum(lens[:count]) for count in range(reqs + 1)] for lens in (num_q, num_k))
+    texts = (Memory(cu_q), Memory(num_k if page_size else cu_k), cu_q[-1] + behind, reqs, above)
+
+    costs = {}
+    for request, (q, k) in enumerate(zip((*num_q, behind), (*num_k, 0), strict=True)):
+        for tile in range(-(-q // rows) if q > above else 0):
+            walked = max(k - q, 0) // 64 + (tile + 1) * rows // 64 if causal else -(-k // 64)
+            costs |= {(request, unit, tile): 4 + (walked if k else 0) for unit in range(units)}
+
+    if len(costs) <= programs:
+        costs = dict.fromkeys(costs, 4)
+
+    plain, dealt = plain_functions(programs), []
+    sizes = units, causal, page_size, rows
+    begins = [plain._begin(program, texts, *sizes) for program in range(programs + 1)]
+    for (first, *item), (end, *_) in pairwise(begins):
+        for left in range(end - first, 0, -1):
+            request, unit, place = map(int, item)
+            tiles = -(-(*num_q, behind)[request] // rows)
+            dealt.append((request, unit, int(plain._tile_at(place, unit, tiles))))
+            if left > 1:
+                item = plain._next(request, unit, place, texts, units, rows)
+    assert sorted(dealt) == sorted(costs)
+    spent = list(accumulate((costs[item] for item in dealt), initial=0))
+    for program, (first, *_) in enumerate(begins[: programs if dealt else 0]):
+        assert spent[first] <= spent[-1] * program // programs < spent[first + 1]
+
+
 def test_wide_heads_take_it_on_hopper() -> None:
     from paceline.kernels._triton.ragged_attention import fits_groups
 
@@ -143,6 +222,8 @@ OTHERS: dict[str, Changed] = {
     "pages of 48": of_pages(48),
     "float8": of_pages(16, torch.float8_e4m3fn),
     "other numbers": of_pages(16, torch.float16),
+    "other keys": lambda call: call._replace(cache=call.cache._replace(k=call.cache.k.half())),
+    "other values": lambda call: call._replace(cache=call.cache._replace(v=call.cache.v.half())),
 }
 
 
@@ -199,6 +280,56 @@ def test_decodes_beside_prompts_stay_with_the_other_kernel(
     monkeypatch.setattr(groups, "launch_paged_groups", launch)
     paged_extend(make_case(BatchSpec(prefix_lens=(5, 0), extend_lens=(1, 9)), WIDE, seed=1).call())
     assert found == launches
+
+
+@pytest.mark.parametrize(
+    ("extend_lens", "takes"),
+    [
+        ((24_576,), True),
+        ((24_575,), False),
+        ((*[1] * 127, 6017), True),  # with decodes in a launch beside it
+        ((*[1] * 127, 6016), False),
+    ],
+)
+def test_so_many_rows_are_enough_and_tiles_that_are_asked_for_are_taken(
+    monkeypatch: pytest.MonkeyPatch, extend_lens: tuple[int, ...], takes: bool
+) -> None:
+    """Of one head."""
+    from paceline.kernels._triton import paged_extend as kernels
+    from paceline.kernels._triton import ragged_groups as groups
+    from paceline.kernels._triton.runtime import SplitConfig
+
+    found: list[str] = []
+    monkeypatch.setattr(kernels, "takes_groups", lambda call: True)
+    monkeypatch.setattr(kernels, "_start", lambda *_, **options: None)
+    monkeypatch.setattr(groups, "launch_paged_groups", lambda *_, **options: found.append("taken"))
+    batch = BatchSpec(prefix_lens=(0,) * len(extend_lens), extend_lens=extend_lens)
+    shape = Shape(num_heads=1, head_dim=16, v_head_dim=16, dtype=torch.bfloat16)
+    call = make_case(batch, shape, seed=1).call()
+    paged_extend(call)
+    asked = SplitConfig(block_rows=16, block_keys=16, num_warps=4, num_stages=2, min_tiles=1)
+    kernels.launch_paged_extend(call, None, splits=1, config=asked)
+    assert found == ["taken"] * takes
+
+
+@pytest.mark.parametrize(("longest", "keys"), [(2048, 64), (2049, 128)])
+def test_long_texts_take_more_keys_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, longest: int, keys: int
+) -> None:
+    """Of whole texts the mean says how long they are, of a step its longest request."""
+    from paceline.kernels._triton import ragged_groups as groups
+
+    found: list[int] = []
+    monkeypatch.setattr(groups, "launch", lambda *_, **options: found.append(options["BLOCK_KEYS"]))
+    monkeypatch.setattr(groups, "overlap_options", lambda device, kernel: {})
+    x, lse = torch.empty(2 * longest + 1, 2, 128).bfloat16(), torch.empty(2 * longest + 1, 2)
+    lens = torch.tensor([0, 1, len(x)], dtype=torch.int32)
+    groups.launch_ragged_groups(x, x, x, lens, lens, 1.0, x, lse, causal=True)
+    pages = torch.empty(9, 16, 2, 128).bfloat16()
+    rows = PagedRows(torch.zeros(2, 9).int(), lens[1:], lens[1:], lens, longest)
+    call = PagedCall(x, PagedCache(pages, pages), rows, Weighing(1.0), x, lse)
+    groups.launch_paged_groups(call, above=0, leads=False)
+    assert found == [keys, keys]
 
 
 @pytest.mark.parametrize("tokens", [1023, 1024])

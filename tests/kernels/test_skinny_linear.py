@@ -108,6 +108,31 @@ def test_a_weight_that_registers_hold_at_once_has_fewer_warps(
     assert launched == [(1, 8), (2, 4), (2, 4), (1, 8)]
 
 
+@pytest.mark.parametrize(
+    ("inner", "activation", "options"),
+    [
+        (4096, None, (2, 4)),
+        (4096, "silu", (1, 8)),  # each of whose features has two rows
+        (1024, None, (4, 8)),  # whose programs have more rows
+        (6144, None, (1, 8)),  # cut into chunks
+    ],
+)
+def test_of_weights_that_registers_hold_whole_rows_without_an_activation_are_kept(
+    monkeypatch: pytest.MonkeyPatch, inner: int, activation: str | None, options: tuple[int, int]
+) -> None:
+    from paceline.kernels._triton import skinny_linear as kernel
+
+    launched: list[tuple[int, int]] = []
+    monkeypatch.setattr(kernel, "_KEPT_LEAST", 8)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(
+        kernel, "launch", lambda *_, **o: launched.append((o["BLOCK_ROWS"], o["num_warps"]))
+    )
+    x, weight, _ = operands(1, 8, inner, dtype=torch.float16)
+    skinny_linear(x, weight, None, activation=activation)
+    assert launched == [options]
+
+
 def test_a_weight_of_few_long_rows_is_held_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """19 rows for 4 programs: of each 3 in registers, and 1 or 2 through the ring."""
     from paceline.kernels._triton import skinny_linear as kernel
