@@ -224,7 +224,8 @@ def case_without_splits(lens: tuple[int, ...]) -> tuple[PagedCase, tuple[Tensor,
 
 
 @pytest.mark.parametrize(
-    ("shares", "min_tiles"), [(3, 1), (4, 1), (8, 1), (8, 3), (17, 1), (40, 1)]
+    ("shares", "min_tiles"),
+    [(3, 1), (4, 1), (6, 1), (7, 1), (8, 1), (8, 3), (17, 1), (40, 1)],
 )
 @pytest.mark.parametrize(
     "lens",
@@ -235,6 +236,7 @@ def case_without_splits(lens: tuple[int, ...]) -> tuple[PagedCase, tuple[Tensor,
         (43, 43, 17),
         (97, 97, 97, 97),
         (112, 112, 208),
+        (112, 80, 96, 80),
     ],
 )
 def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_tiles: int) -> None:
