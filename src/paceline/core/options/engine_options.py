@@ -191,7 +191,7 @@ class EngineOptions:
         True,
         bool,
         "Read a prefix that many requests share once for several of them, where the attention "
-        "backend can; an answer's rounding then depends on who else shares it.",
+        "backend can; an answer's rounding then depends on who else shares it, too.",
         "--share-prefix-reads",
         off_flags=("--no-share-prefix-reads", "--disable-cascade-attn"),
     )
