@@ -192,7 +192,8 @@ def test_a_prompt_is_the_same_in_chunks_and_beside_others(asked: list[dict[str, 
             cu_seqlens_q=torch.tensor([0, 333, 1400], device="cuda", dtype=torch.int32),
         ),
     )
-    again = again._replace(out=again.out[first:], lse=again.lse[first:])  # type: ignore[index]
+    assert again.lse is not None
+    again = again._replace(out=again.out[first:], lse=again.lse[first:])
     paged_extend(again)
     assert len(asked) == 2
     assert torch.equal(again.out, call.out[first:stop])

@@ -45,6 +45,7 @@ _COST_KEYS = gl.constexpr(64)  # whose products are a unit of cost
 _COST_OF_ITEM = gl.constexpr(4)  # beside its keys
 # Registers of a thread: of those that multiply, and of those that load.
 _REGISTERS, _FEW_REGISTERS = gl.constexpr(232), gl.constexpr(40)
+_QUERY_STAGES = 2  # tiles of queries that are held
 _PIECE_BYTES = 128  # of a row that lie together in shared memory, by which it is swizzled
 # By the names that a version of Triton has for them.
 _SMEM = gl.shared_memory_descriptor
@@ -56,11 +57,10 @@ class GroupTiles(NamedTuple):
 
     block_keys: int
     key_stages: int
-    query_stages: int
 
 
-_TILES = GroupTiles(block_keys=64, key_stages=3, query_stages=2)
-_LONG_TILES = GroupTiles(block_keys=128, key_stages=2, query_stages=2)
+_TILES = GroupTiles(block_keys=64, key_stages=3)
+_LONG_TILES = GroupTiles(block_keys=128, key_stages=2)
 # More queries: of these a tile that a mask divides is a small part.  A graph of so many tokens says
 # that any of its requests may have all of them.
 _LONG = 2048
@@ -630,7 +630,7 @@ def _launch(
         HEADS=heads_of_item,
         DIM=dim,
         BLOCK_KEYS=tiles.block_keys,
-        Q_STAGES=tiles.query_stages,
+        Q_STAGES=_QUERY_STAGES,
         K_STAGES=tiles.key_stages,
         LEADS=leads,
         num_warps=_WARPS.value,

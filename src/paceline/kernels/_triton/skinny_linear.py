@@ -41,9 +41,9 @@ _ROW_WARPS = 8
 _MOST_STAGES = 4
 _SQUARE_STAGES = 5  # of 64 features and 64 tokens: a multiprocessor has one such program either way
 _ROW_ELEMENTS = 4096  # of one program's tile, at least
-# Of rows of so many numbers twice that by half the warps: of a layer with 2,048 of them 43.3 us on
-# an H200, not 44.1.
-_SHORT_ROW, _SHORT_ELEMENTS, _SHORT_WARPS = 2048, 8192, 4
+# Rows of so many numbers: of a program twice as many by half the warps.  A layer with 2,048 of them
+# takes 43.3 us on an H200, not 44.1.
+_SHORT_ROW, _SHORT_ROWS, _SHORT_WARPS = 2048, 4, 4
 _CHUNK_ELEMENTS = 2048  # of one chunk of it, where rows are cut
 _MOST_CHUNKS = 7  # of a row
 # Of one token and a weight all of which is on its way at once: programs of a processor, rows that
@@ -399,12 +399,12 @@ def launch_skinny_linear(
     if tokens == 1:
         chunks = _chunks(inner)
         block_cols = next_power_of_2(inner // chunks)
-        elements, warps = (_ROW_ELEMENTS if chunks == 1 else _CHUNK_ELEMENTS), _ROW_WARPS
+        elements = _ROW_ELEMENTS if chunks == 1 else _CHUNK_ELEMENTS
+        block_rows, warps = max(1, elements // block_cols), _ROW_WARPS
         is_row = chunks == 1 and block_cols == elements
         if inner == _SHORT_ROW:
-            elements, warps = _SHORT_ELEMENTS, _SHORT_WARPS
-        block_rows = max(1, elements // block_cols)
-        if is_row and activation is None and _is_kept(weight):
+            block_rows, warps = _SHORT_ROWS, _SHORT_WARPS
+        elif is_row and activation is None and _is_kept(weight):
             block_rows, warps = _KEPT_ROWS, _KEPT_WARPS
         launch(
             _one_token_kernel,
