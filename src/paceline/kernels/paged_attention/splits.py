@@ -25,6 +25,7 @@ _ONE_WARP_GROUP, _ONE_WARP_DIMS, _ONE_WARP_BYTES = 16, (64, 128), 2  # heads one
 _MAX_CHUNKS = 8  # of a shared prefix
 _MIN_KEYS = 64  # of a split: fewer are not worth a merge
 FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: tiles as small as a decode's
+SHORT_ROWS = 16  # of a request among longer ones: one small tile, as of a decode
 _MOST_SPLIT_ROWS = 256  # an extend of more has work for every program without splits
 _ROW_TILES = (16, 32)  # of them in one program
 WIDE_ROWS = 64  # of them where each is wide: a whole tile of the matrix units
@@ -162,6 +163,21 @@ def extend_splits(
     splits = _shares(programs, per_sm * multiprocessors(workspace.partial_out.device))
     has_counters = programs <= workspace.finished.numel()
     affordable = workspace.partial_lse.shape[0] // tokens if has_counters else 1
+    return max(1, min(splits, _worthwhile(max_keys), affordable))
+
+
+def short_splits(
+    num_reqs: int, group: int, num_kv_heads: int, *, max_keys: int, workspace: SplitWorkspace
+) -> int:
+    """How many splits requests of SHORT_ROWS rows or less have in a launch beside longer ones.
+
+    group: query heads of a KV head.  A request has rows of the workspace, whichever its tokens are.
+    """
+    programs = num_reqs * num_kv_heads
+    splits = _shares(programs, _PROGRAMS_PER_SM * multiprocessors(workspace.partial_out.device))
+    has_counters = programs <= workspace.finished.numel()
+    rows = num_reqs * -(-SHORT_ROWS // group)
+    affordable = workspace.partial_lse.shape[0] // rows if has_counters else 1
     return max(1, min(splits, _worthwhile(max_keys), affordable))
 
 
