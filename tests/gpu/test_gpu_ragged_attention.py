@@ -174,7 +174,7 @@ def test_decodes_beside_prompts_are_those_of_any_mixed_step(
             assert torch.equal(ours.out[rows], other.out[rows])
 
 
-FEW = BatchSpec(prefix_lens=(3000, 0, 700, 0, 45), extend_lens=(1, 900, 4, 65, 1))
+FEW = BatchSpec(prefix_lens=(3000, 0, 700, 0, 45), extend_lens=(1, 1100, 4, 65, 1))
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
