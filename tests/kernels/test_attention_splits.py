@@ -44,6 +44,7 @@ def asked(
         num_reqs * extend,
         num_reqs,
         KV_HEADS,
+        group=GROUP,
         max_rows=extend * GROUP,
         max_keys=max_keys,
         dtype=dtype,
@@ -80,6 +81,26 @@ def test_short_requests_have_two_programs_per_processor_beside_longer_ones(
             rows = num_reqs * -(-16 // group) * shares
             assert shares == 1 or rows <= workspace.partial_lse.shape[0]
             assert num_reqs * KV_HEADS <= workspace.finished.numel()
+
+
+def test_requests_of_few_tokens_take_no_tiles_from_a_longer_one(workspace: SplitWorkspace) -> None:
+    """Seven decodes and 56 tokens: 15 tiles of 32 rows at most, not eight times seven."""
+
+    def found(tokens: int, num_reqs: int) -> int:
+        return extend_splits(
+            tokens,
+            num_reqs,
+            KV_HEADS,
+            group=GROUP,
+            max_rows=56 * GROUP,
+            max_keys=1 << 17,
+            dtype=BF16,
+            workspace=workspace,
+        )
+
+    assert found(7 + 56, 8) == 2 * SMS // (15 * KV_HEADS) == 2
+    assert found(56, 1) == 2 * SMS // (7 * KV_HEADS) == 4
+    assert found(8 * 56, 8) == 1
 
 
 def test_a_decode_of_several_requests_holds_more_programs_than_two_per_processor() -> None:
@@ -129,6 +150,7 @@ def test_latents_have_a_program_for_each_multiprocessor_or_two(
             num_reqs,
             num_reqs,
             1,
+            group=heads,
             max_rows=heads,
             max_keys=1 << 17,
             dtype=BF16,

@@ -159,6 +159,32 @@ def test_short_requests_split_their_keys_beside_longer_ones(
     assert workspace.partial_out.isnan().all() != has_short
 
 
+@pytest.mark.parametrize(
+    "name", ["gqa2-80-96-page16", "gqa4-128-bf16", "gqa7-64-fp16", "256-capped", "window-of-splits"]
+)
+def test_requests_of_unequal_lengths_split_their_keys_in_slots(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    grids: list[tuple[bool, int]] = []
+    start = kernels._start
+
+    def note(*args: Any, **asked: Any) -> None:
+        grids.append((asked["in_slots"], args[-1]))
+        start(*args, **asked)
+
+    monkeypatch.setattr(kernels, "_start", note)
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
+    batch = BatchSpec(prefix_lens=(700, 0, 17, 650, 0), extend_lens=(1, 30, 3, 1, 0))
+    case = make_case(batch, MORE_SHAPES[name], seed=19)
+    workspace = workspace_of(case, 64)
+    assert_matches(case, run_extend(case, workspace=workspace))
+    ((in_slots, shares),) = grids
+    assert in_slots
+    assert shares > 2
+    assert not workspace.finished.any()
+    assert not workspace.partial_out.isnan().all()
+
+
 @pytest.mark.parametrize("block", [16, 64, 128])
 @pytest.mark.parametrize("group", [1, 4, 7])
 def test_every_tile_with_rows_has_a_slot(block: int, group: int) -> None:

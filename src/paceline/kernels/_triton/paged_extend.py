@@ -31,6 +31,7 @@ from paceline.kernels.paged_attention.splits import (
     SplitWorkspace,
     in_pairs,
     row_tile,
+    tile_slots,
 )
 
 _ALL_ROWS = 1 << 30
@@ -174,9 +175,9 @@ def launch_paged_extend(
     }
     start = partial(_start, call, workspace, constants)
     tiles = cdiv(max_rows, config.block_rows)
-    slots = tokens * group // config.block_rows + num_reqs
-    in_slots = splits == 1 and slots < tiles * num_reqs
-    grid = (slots, kv_heads, 1) if in_slots else (tiles, kv_heads * num_reqs, splits)
+    slots = tile_slots(tokens * group, num_reqs, config.block_rows)
+    in_slots = slots < tiles * num_reqs and (splits == 1 or not v_in_k)
+    grid = (slots, kv_heads, splits) if in_slots else (tiles, kv_heads * num_reqs, splits)
     is_alike = tokens == num_reqs * reqs.max_extend_len or max_rows <= SHORT_ROWS
     is_few = kv_heads * num_reqs < _MANY_PROGRAMS
     is_alone = splits > 1 or is_alike or (is_few and short_splits == 1)

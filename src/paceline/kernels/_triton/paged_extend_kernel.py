@@ -118,7 +118,7 @@ def paged_extend_kernel(
     partial_out_ptr,  # [tokens * splits, heads, v_head_dim] float32 or None; where it FOLLOWS of
     # the tokens that tiles of all requests have room for
     partial_lse_ptr,  # [tokens * splits, heads] float32, log2 units, or None; likewise
-    finished_ptr,  # [reqs, kv_heads, tiles] int32, 0 between launches, or None
+    finished_ptr,  # [tiles * kv_heads] int32, of all requests, 0 between launches, or None
     stride_q_token,
     stride_q_head,
     stride_k_page,
@@ -379,7 +379,7 @@ def paged_extend_kernel(
                 out, lse, partial_out_ptr, partial_lse_ptr, first_row + split * heads, row_live,
                 DIM_V, BLOCK_DIM_V,
             )  # fmt: skip
-            count_ptr = finished_ptr + tl.program_id(1) * tl.num_programs(0) + tile
+            count_ptr = finished_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
             if not finishes_last(count_ptr, live_splits):
                 if FOLLOWS:
                     _end_behind_leader(OVERLAPPED)

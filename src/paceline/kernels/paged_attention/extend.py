@@ -53,12 +53,14 @@ def _shared(
         return 1, 1, None, None, None
     (tokens, heads, _), rows, cache = call.q.shape, call.rows, call.cache
     num_reqs, (kv_heads, v_head_dim) = rows.page_table.shape[0], cache.v.shape[2:]
+    group = heads // kv_heads
     max_keys = most_keys(rows.page_table, cache.k, call.weighing.most_keys)
     splits = extend_splits(
         tokens,
         num_reqs,
         kv_heads,
-        max_rows=rows.max_extend_len * heads // kv_heads,
+        group=group,
+        max_rows=rows.max_extend_len * group,
         max_keys=max_keys + rows.max_extend_len,
         dtype=call.q.dtype,
         workspace=workspace,
@@ -67,9 +69,7 @@ def _shared(
     )
     of_short = 1
     if splits == 1 and not cache.v_in_k:  # whose merge is a launch for all tokens
-        of_short = short_splits(
-            num_reqs, heads // kv_heads, kv_heads, max_keys=max_keys, workspace=workspace
-        )
+        of_short = short_splits(num_reqs, group, kv_heads, max_keys=max_keys, workspace=workspace)
     if splits == of_short == 1:
         return 1, 1, None, None, None
     check_workspace(workspace, tokens * splits if splits > 1 else 0, 0, heads, v_head_dim)
