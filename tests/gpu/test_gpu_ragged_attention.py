@@ -177,10 +177,17 @@ def test_decodes_beside_prompts_are_those_of_any_mixed_step(
 FEW = BatchSpec(prefix_lens=(3000, 0, 700, 0, 45), extend_lens=(1, 1100, 4, 65, 1))
 
 
-@pytest.mark.parametrize("is_taken", [True, False])
+# So few tokens that one launch splits the keys of all; many of one KV head's are not split.
+FEWER = BatchSpec(prefix_lens=(3000, 2500, 700, 0, 45), extend_lens=(1, 30, 3, 9, 1))
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_taken"), [(FEW, True), (FEW, False), (FEWER, False)], ids=str
+)
 @pytest.mark.parametrize("name", SHAPES)
 def test_few_decodes_beside_prompts_split_their_keys(
     name: str,
+    batch: BatchSpec,
     is_taken: bool,
     asked: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
@@ -188,7 +195,7 @@ def test_few_decodes_beside_prompts_split_their_keys(
     """As a step and in a graph that has been replayed with other lengths in between."""
     if not is_taken:
         monkeypatch.setattr(extend_kernels, "takes_groups", lambda call: False)
-    case = make_case(FEW, SHAPES[name], seed=9, device="cuda")
+    case = make_case(batch, SHAPES[name], seed=9, device="cuda")
     call, shape = case.call(), SHAPES[name]
     workspace = split_workspace(
         8, [(shape.num_heads, shape.num_kv_heads)], v_head_dim=128, device=call.q.device
@@ -211,7 +218,7 @@ def test_few_decodes_beside_prompts_split_their_keys(
         graph.replay()
         torch.cuda.synchronize()
         assert not workspace.finished.any()
-        live = sum(FEW.extend_lens)
+        live = batch.num_live
         wanted, _ = reference(case)
         error = (call.out[:live].double() - wanted[:live]).norm() / wanted[:live].norm()
         assert error < 3e-3
