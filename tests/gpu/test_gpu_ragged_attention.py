@@ -10,7 +10,8 @@ from torch import Tensor
 
 from paceline.kernels._triton import paged_extend as extend_kernels
 from paceline.kernels._triton import ragged_groups as kernel
-from paceline.kernels.paged_attention import PagedCall, paged_extend
+from paceline.kernels.paged_attention import PagedCall, paged_extend, split_workspace
+from paceline.kernels.paged_attention.splits import SHORT_ROWS
 from paceline.kernels.ragged_attention import ragged_attention
 
 # Warnings of drivers and compilers are shown and fail nothing.
@@ -171,6 +172,57 @@ def test_decodes_beside_prompts_are_those_of_any_mixed_step(
         if extend <= 4:
             rows = case.rows_of(request)
             assert torch.equal(ours.out[rows], other.out[rows])
+
+
+FEW = BatchSpec(prefix_lens=(3000, 0, 700, 0, 45), extend_lens=(1, 1100, 4, 65, 1))
+
+
+# So few tokens that one launch splits the keys of all; many of one KV head's are not split.
+FEWER = BatchSpec(prefix_lens=(3000, 2500, 700, 0, 45), extend_lens=(1, 30, 3, 9, 1))
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_taken"), [(FEW, True), (FEW, False), (FEWER, False)], ids=str
+)
+@pytest.mark.parametrize("name", SHAPES)
+def test_few_decodes_beside_prompts_split_their_keys(
+    name: str,
+    batch: BatchSpec,
+    is_taken: bool,
+    asked: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a step and in a graph that has been replayed with other lengths in between."""
+    if not is_taken:
+        monkeypatch.setattr(extend_kernels, "takes_groups", lambda call: False)
+    case = make_case(batch, SHAPES[name], seed=9, device="cuda")
+    call, shape = case.call(), SHAPES[name]
+    workspace = split_workspace(
+        8, [(shape.num_heads, shape.num_kv_heads)], v_head_dim=128, device=call.q.device
+    )
+    workspace.partial_out.fill_(float("nan"))
+    paged_extend(call, workspace)
+    assert_matches(case, call)
+    found = call.out.clone()
+    has_short = shape.num_heads <= SHORT_ROWS * shape.num_kv_heads
+    assert workspace.partial_out.isnan().all() != has_short  # which splits have written
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_extend(call, workspace)
+    assert bool(asked) == is_taken
+    lens = case.kv_lens.clone()
+    for turn in range(4):
+        call.out.fill_(float("nan"))
+        case.kv_lens.copy_(torch.where(lens > 2000, lens - 2000, lens) if turn % 2 else lens)
+        case.prefix_lens.copy_(case.kv_lens - case.extend_lens)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert not workspace.finished.any()
+        live = batch.num_live
+        wanted, _ = reference(case)
+        error = (call.out[:live].double() - wanted[:live]).norm() / wanted[:live].norm()
+        assert error < 3e-3
+        assert turn % 2 == 1 or torch.equal(call.out, found)
 
 
 def test_a_prompt_is_the_same_in_chunks_and_beside_others(asked: list[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.kernels.paged_attention import SplitWorkspace, decode_splits, split_workspace, splits
-from paceline.kernels.paged_attention.splits import extend_splits, row_tile
+from paceline.kernels.paged_attention.splits import extend_splits, row_tile, short_splits
 
 SMS, MAX_REQS, HEADS, KV_HEADS = 132, 64, 32, 8
 GROUP = HEADS // KV_HEADS
@@ -44,6 +44,7 @@ def asked(
         num_reqs * extend,
         num_reqs,
         KV_HEADS,
+        group=GROUP,
         max_rows=extend * GROUP,
         max_keys=max_keys,
         dtype=dtype,
@@ -64,6 +65,42 @@ def test_a_workspace_holds_every_split_that_its_requests_may_use(workspace: Spli
     for num_reqs in range(1, MAX_REQS + 1):
         used = num_reqs * decode_splits(num_reqs, KV_HEADS, device=META)
         assert used <= workspace.partial_lse.shape[0]
+
+
+def test_short_requests_have_two_programs_per_processor_beside_longer_ones(
+    workspace: SplitWorkspace,
+) -> None:
+    def found(num_reqs: int, *, group: int = GROUP, max_keys: int = 1 << 17) -> int:
+        return short_splits(num_reqs, group, KV_HEADS, max_keys=max_keys, workspace=workspace)
+
+    assert [found(n) for n in (1, 2, 8, 15, 16, 17, 64)] == [33, 16, 4, 2, 2, 1, 1]
+    assert found(1, max_keys=129) == 3
+    for num_reqs in range(1, MAX_REQS + 1):
+        for group in (1, 3, 4, 16, 20):
+            shares = found(num_reqs, group=group)
+            rows = num_reqs * -(-16 // group) * shares
+            assert shares == 1 or rows <= workspace.partial_lse.shape[0]
+            assert num_reqs * KV_HEADS <= workspace.finished.numel()
+
+
+def test_requests_of_few_tokens_take_no_tiles_from_a_longer_one(workspace: SplitWorkspace) -> None:
+    """Seven decodes and 56 tokens: 15 tiles of 32 rows at most, not eight times seven."""
+
+    def found(tokens: int, num_reqs: int) -> int:
+        return extend_splits(
+            tokens,
+            num_reqs,
+            KV_HEADS,
+            group=GROUP,
+            max_rows=56 * GROUP,
+            max_keys=1 << 17,
+            dtype=BF16,
+            workspace=workspace,
+        )
+
+    assert found(7 + 56, 8) == 2 * SMS // (15 * KV_HEADS) == 2
+    assert found(56, 1) == 2 * SMS // (7 * KV_HEADS) == 4
+    assert found(8 * 56, 8) == 1
 
 
 def test_a_decode_of_several_requests_holds_more_programs_than_two_per_processor() -> None:
@@ -113,6 +150,7 @@ def test_latents_have_a_program_for_each_multiprocessor_or_two(
             num_reqs,
             num_reqs,
             1,
+            group=heads,
             max_rows=heads,
             max_keys=1 << 17,
             dtype=BF16,

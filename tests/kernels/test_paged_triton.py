@@ -38,8 +38,14 @@ from paceline.kernels.paged_attention import (
     paged_decode,
     paged_extend,
     split_workspace,
+    splits,
 )
-from paceline.kernels.paged_attention.splits import decode_shares, decode_slots, takes_one_warp
+from paceline.kernels.paged_attention.splits import (
+    SHORT_ROWS,
+    decode_shares,
+    decode_slots,
+    takes_one_warp,
+)
 
 SHAPES = {
     "mha-64-page1": Shape(num_kv_heads=2, page_size=1),
@@ -54,6 +60,13 @@ SHAPES = {
     "window-above-page-capped": Shape(window=37, soft_cap=5.0),
     "chunk-over-a-tile": Shape(window=Chunk(46)),  # of 32 keys, which none of the last rows sees
     "chunk-of-tiles": Shape(window=Chunk(90), soft_cap=5.0),  # which every row sees
+}
+
+MORE_SHAPES = {
+    **SHAPES,
+    "gqa2-64-fp8-sinks": Shape(kv_dtype=torch.float8_e4m3fn, sinks=True),
+    "mqa20-64-whole": Shape(num_heads=20),
+    "window-of-splits": Shape(window=300),
 }
 
 
@@ -103,6 +116,73 @@ def test_short_and_long_requests_of_a_step_match_reference(
     assert_matches(case, run_extend(case))
     # Who follows does not wait for what its requests need: another launch of the call has.
     assert started == ([{"leads"}, {"follows"}] if launches == 2 else [set()])
+
+
+# Few requests, of which the short ones have keys for several splits, before the prompt and behind.
+FEW = BatchSpec(prefix_lens=(700, 0, 17, 650, 3, 0), extend_lens=(1, 131, 3, 1, 0, 9))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gqa2-80-96-page16",
+        "gqa4-128-bf16",
+        "gqa7-64-fp16",
+        "mqa20-64-whole",  # of which no request is short
+        "256-capped",
+        "window-of-splits",
+        "gqa2-64-fp8-sinks",
+    ],
+)
+def test_short_requests_split_their_keys_beside_longer_ones(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    started: list[tuple[int, bool, bool]] = []
+    start = kernels._start
+
+    def note(*args: Any, **asked: Any) -> None:
+        started.append((args[-1], asked.get("leads", False), asked.get("follows", False)))
+        start(*args, **asked)
+
+    monkeypatch.setattr(kernels, "_start", note)
+    monkeypatch.setattr(splits, "_MOST_SPLIT_ROWS", 100)
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: 24)
+    case = make_case(FEW, MORE_SHAPES[name], seed=18)
+    workspace = workspace_of(case, len(FEW.extend_lens))
+    assert_matches(case, run_extend(case, workspace=workspace))
+    (whole, leads, _), (shares, _, follows) = started
+    assert leads
+    assert follows
+    assert whole == 1 < shares
+    assert not workspace.finished.any()
+    has_short = case.shape.num_heads <= SHORT_ROWS * case.shape.num_kv_heads
+    assert workspace.partial_out.isnan().all() != has_short
+
+
+@pytest.mark.parametrize(
+    "name", ["gqa2-80-96-page16", "gqa4-128-bf16", "gqa7-64-fp16", "256-capped", "window-of-splits"]
+)
+def test_requests_of_unequal_lengths_split_their_keys_in_slots(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    grids: list[tuple[bool, int]] = []
+    start = kernels._start
+
+    def note(*args: Any, **asked: Any) -> None:
+        grids.append((asked["in_slots"], args[-1]))
+        start(*args, **asked)
+
+    monkeypatch.setattr(kernels, "_start", note)
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
+    batch = BatchSpec(prefix_lens=(700, 0, 17, 650, 0), extend_lens=(1, 30, 3, 1, 0))
+    case = make_case(batch, MORE_SHAPES[name], seed=19)
+    workspace = workspace_of(case, 64)
+    assert_matches(case, run_extend(case, workspace=workspace))
+    ((in_slots, shares),) = grids
+    assert in_slots
+    assert shares > 2
+    assert not workspace.finished.any()
+    assert not workspace.partial_out.isnan().all()
 
 
 @pytest.mark.parametrize("block", [16, 64, 128])

@@ -122,7 +122,7 @@ def test_a_split_is_worth_its_keys_and_fits_the_workspace() -> None:
     case = make_case(VERIFY, MHA, seed=30)
     workspace = workspace_of(case, 64)
     few = partial(
-        extend_splits, num_reqs=1, num_kv_heads=1, dtype=torch.float32, workspace=workspace
+        extend_splits, num_reqs=1, num_kv_heads=1, group=1, dtype=torch.float32, workspace=workspace
     )
     assert few(4, max_rows=4, max_keys=4096) == 8
     assert few(4, max_rows=4, max_keys=130) == 3

@@ -16,6 +16,7 @@ from paceline.kernels.paged_attention import (
     paged_extend,
     split_workspace,
 )
+from paceline.kernels.paged_attention.splits import SHORT_ROWS
 from paceline.proof.suite.case import Case
 from paceline.proof.suite.cases import cases
 from paceline.proof.suite.modes import ForwardMode
@@ -47,7 +48,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         found.append(f"groups of {keys} keys")
 
     def start(*args: Any, follows: bool = False, **options: Any) -> None:
-        found.append("decodes" if follows else "others")
+        is_split = args[-1] > 1
+        found.append(("decodes" if follows else "others") + " in splits" * is_split)
 
     monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(ragged_attention, "is_hopper", lambda device: True)
@@ -99,12 +101,23 @@ def graph(case: Case) -> list[PaddedSize]:
 
 
 @pytest.mark.parametrize("sizes", [eager, graph])
-def test_quick_cases_reach_groups_of_warps_alone_and_beside_decodes(
+def test_cases_reach_groups_of_warps_alone_and_beside_decodes(
+    launches: Launches, sizes: Callable[[Case], list[PaddedSize]]
+) -> None:
+    """Decodes in splits are those of few requests."""
+    found = {launches(case, size) for case in PROMPTS for size in sizes(case)}
+    beside = {"groups of 64 keys and decodes", "groups of 64 keys and decodes in splits"}
+    wanted = {"groups of 64 keys", *beside, "others", "others and decodes in splits"}
+    assert wanted <= found
+
+
+@pytest.mark.parametrize("sizes", [eager, graph])
+def test_quick_cases_reach_groups_of_warps_beside_decodes(
     launches: Launches, sizes: Callable[[Case], list[PaddedSize]]
 ) -> None:
     quick = [case for case in PROMPTS if case.is_quick]
     found = {launches(case, size) for case in quick for size in sizes(case)}
-    assert {"groups of 64 keys", "groups of 64 keys and decodes", "others"} <= found
+    assert "groups of 64 keys and decodes in splits" in found
 
 
 def test_eager_steps_reach_them_with_other_lengths_too(launches: Launches) -> None:
@@ -112,21 +125,20 @@ def test_eager_steps_reach_them_with_other_lengths_too(launches: Launches) -> No
     reached = [case for case in PROMPTS if "groups" in launches(case, eager(case)[0])]
     assert {case.mode for case in reached} == {ForwardMode.EXTEND, ForwardMode.MIXED}
     for case in reached:
-        first, _, grown = (launches(case, size) for size in eager(case))
-        assert first == grown
+        assert "groups" in launches(case, eager(case)[2])
 
 
 def test_some_graph_has_the_tiles_of_long_prompts(launches: Launches) -> None:
-    assert "groups of 128 keys" in {launches(case, *graph(case)) for case in PROMPTS}
+    found = {launches(case, *graph(case)) for case in PROMPTS}
+    assert any(each.startswith("groups of 128 keys") for each in found)
 
 
 def test_requests_of_as_many_rows_as_a_small_tile_and_of_more_stand_beside_decodes(
     launches: Launches,
 ) -> None:
-    from paceline.kernels._triton.paged_extend import _SHORT_ROWS
-
-    reached = [case for case in PROMPTS if "groups of 64 keys and" in launches(case, *graph(case))]
+    mixed = [case for case in PROMPTS if case.mode is ForwardMode.MIXED]
+    reached = [case for case in mixed if "groups of 64 keys and" in launches(case, *graph(case))]
     assert reached
     for case in reached:
-        most = _SHORT_ROWS * case.num_kv_heads // case.num_heads  # tokens, of a small tile
+        most = SHORT_ROWS * case.num_kv_heads // case.num_heads  # tokens, of a small tile
         assert {1, most, most + 1} <= set(case.batches[0].extend_lens)

@@ -26,13 +26,14 @@ from paceline.kernels._triton.visible_keys import block_nodes
 from paceline.kernels.paged_attention.call import PagedCall, Weighing
 from paceline.kernels.paged_attention.splits import (
     FEW_ROWS,
+    SHORT_ROWS,
     WIDE_ROWS,
     SplitWorkspace,
     in_pairs,
     row_tile,
+    tile_slots,
 )
 
-_SHORT_ROWS = 16  # of a request among longer ones: one small tile, as of a decode
 _ALL_ROWS = 1 << 30
 _MANY_LATENT = (
     16  # programs of few wide rows: each has many keys, and its warps wait for one another
@@ -42,7 +43,7 @@ _GROUP_PAGES = (16, 32, 64, 128)  # tokens, of which `ragged_groups` makes tiles
 # Queries times heads from which it is faster, and with a launch of decodes beside it.
 _GROUP_ROWS, _MIXED_GROUP_ROWS = 24576, 6144
 _ROOMY = 163840  # bytes of shared memory for tiles on their way while others are read
-_MANY_PROGRAMS = 128  # fewer run in the shade of the longer requests, and alone would wait for keys
+_MANY_PROGRAMS = 128  # fewer, unless they are split, would wait for keys alone
 
 
 def extend_config(
@@ -111,11 +112,13 @@ def launch_paged_extend(
     workspace: SplitWorkspace | None,
     *,
     splits: int,
+    short_splits: int = 1,
     config: SplitConfig | None = None,
 ) -> None:
     """One program per tile of rows, KV head and request; `config` overrides the tile table.
 
-    workspace: where splits of several meet.
+    workspace: where splits of several meet.  short_splits: of requests with few rows among longer
+    ones, which are a launch of their own then.
     """
     q, cache, reqs, weighing, _, _ = call
     require_runnable(
@@ -168,33 +171,32 @@ def launch_paged_extend(
         "BLOCK_REST": block_dim(head_dim - dim_k),
         "V_IN_K": v_in_k,
         "SAME_STRIDES": cache.k.stride()[:2] == cache.v.stride()[:2],
-        "ONE_LOOP": weighing.window is not None or splits > 1,
-        "IS_SPLIT": splits > 1,
         "WIDEN": q.dtype == torch.bfloat16 and interpreted(paged_extend_kernel),
     }
-    start = partial(_start, call, workspace, splits, constants)
+    start = partial(_start, call, workspace, constants)
     tiles = cdiv(max_rows, config.block_rows)
-    slots = tokens * group // config.block_rows + num_reqs
-    in_slots = splits == 1 and slots < tiles * num_reqs
-    grid = (slots, kv_heads, 1) if in_slots else (tiles, kv_heads * num_reqs, splits)
-    is_alike = tokens == num_reqs * reqs.max_extend_len or max_rows <= _SHORT_ROWS
-    is_alone = splits > 1 or is_alike or kv_heads * num_reqs < _MANY_PROGRAMS
-    above = 0 if is_alone else _SHORT_ROWS
-    is_enough = tokens * heads >= (_GROUP_ROWS if is_alone else _MIXED_GROUP_ROWS)
+    slots = tile_slots(tokens * group, num_reqs, config.block_rows)
+    in_slots = slots < tiles * num_reqs and (splits == 1 or not v_in_k)
+    grid = (slots, kv_heads, splits) if in_slots else (tiles, kv_heads * num_reqs, splits)
+    is_alike = tokens == num_reqs * reqs.max_extend_len or max_rows <= SHORT_ROWS
+    is_few = kv_heads * num_reqs < _MANY_PROGRAMS
+    is_alone = splits > 1 or is_alike or (is_few and short_splits == 1)
+    above = 0 if is_alone else SHORT_ROWS
+    is_enough = tokens * heads >= (_GROUP_ROWS if is_alone or is_few else _MIXED_GROUP_ROWS)
     if is_usual and splits == 1 and is_enough and takes_groups(call):
         from paceline.kernels._triton.ragged_groups import launch_paged_groups
 
         launch_paged_groups(call, above=above // group, leads=not is_alone)
     else:
-        start(config, grid, above=above, in_slots=in_slots, leads=not is_alone)
+        start(config, grid, splits, above=above, in_slots=in_slots, leads=not is_alone)
     if splits > 1 and v_in_k:
         assert workspace is not None, "splits meet in one"
         launch_merge(call, workspace, splits=splits)
     if is_alone:
         return
-    few = tiles_of(_SHORT_ROWS, is_split=True)
-    grid = (_SHORT_ROWS // few.block_rows, kv_heads * num_reqs, 1)
-    start(few, grid, most=_SHORT_ROWS, follows=True)
+    few = tiles_of(SHORT_ROWS, is_split=True)
+    grid = (SHORT_ROWS // few.block_rows, kv_heads * num_reqs, short_splits)
+    start(few, grid, short_splits, most=SHORT_ROWS, follows=True)
 
 
 def takes_groups(call: PagedCall) -> bool:
@@ -212,10 +214,10 @@ def takes_groups(call: PagedCall) -> bool:
 def _start(
     call: PagedCall,
     workspace: SplitWorkspace | None,
-    splits: int,
     constants: dict[str, Any],
     config: SplitConfig,
     grid: tuple[int, int, int],
+    splits: int,
     *,
     above: int = 0,
     most: int = _ALL_ROWS,
@@ -238,7 +240,7 @@ def _start(
     launch(
         paged_extend_kernel,
         grid,
-        *_arguments(call, workspace, splits, words=words),
+        *_arguments(call, workspace if splits > 1 else None, splits, words=words),
         above,
         most,
         IN_SLOTS=in_slots,
@@ -246,6 +248,8 @@ def _start(
         BLOCK_KEYS=config.block_keys,
         IN_PAGE=in_page,
         PARTS=max(1, columns // _PART_COLUMNS) if in_parts else 1,
+        ONE_LOOP=weighing.window is not None or splits > 1,
+        IS_SPLIT=splits > 1,
         MIN_TILES=config.min_tiles,
         MERGE_SPLITS=merged,
         LOADS_FIRST=loads_first,
@@ -263,7 +267,7 @@ def _start(
 def _arguments(
     call: PagedCall, workspace: SplitWorkspace | None, splits: int, *, words: bool
 ) -> tuple[object, ...]:
-    """Those of the kernel that no launch of a call changes.  words: codes of latents by twos."""
+    """Those of the kernel that a call gives.  words: codes of latents by twos."""
     q, cache, reqs, weighing, out, lse = call
     k = cache.k.view(torch.int16) if words else cache.k
     beside, tree_mask = cache.beside, reqs.tree_mask

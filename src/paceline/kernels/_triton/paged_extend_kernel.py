@@ -115,9 +115,10 @@ def paged_extend_kernel(
     sinks_ptr,  # [heads] float32 or None
     out_ptr,  # [tokens, heads, v_head_dim]
     lse_ptr,  # [tokens, heads] float32
-    partial_out_ptr,  # [tokens * splits, heads, v_head_dim] float32 or None
-    partial_lse_ptr,  # [tokens * splits, heads] float32, log2 units, or None
-    finished_ptr,  # [reqs, kv_heads, tiles] int32, 0 between launches, or None
+    partial_out_ptr,  # [tokens * splits, heads, v_head_dim] float32 or None; where it FOLLOWS of
+    # the tokens that tiles of all requests have room for
+    partial_lse_ptr,  # [tokens * splits, heads] float32, log2 units, or None; likewise
+    finished_ptr,  # [tiles * kv_heads] int32, of all requests, 0 between launches, or None
     stride_q_token,
     stride_q_head,
     stride_k_page,
@@ -277,6 +278,8 @@ def paged_extend_kernel(
                 nothing = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
                 dead_row = (token * splits + split) * heads + head
                 tl.store(partial_lse_ptr + dead_row, nothing, mask=row_live)
+            if FOLLOWS:
+                _end_behind_leader(OVERLAPPED)
             return
     step = live_splits * BLOCK_KEYS
 
@@ -368,13 +371,18 @@ def paged_extend_kernel(
         if v_scale_ptr is not None:
             out *= tl.load(v_scale_ptr)
         if IS_SPLIT:
-            first_row = token * splits * heads + head
+            place = token
+            if FOLLOWS:  # of few tokens anywhere in the step, which a request's tile holds
+                place = req * tl.cdiv(BLOCK_ROWS, GROUP) + row // GROUP
+            first_row = place * splits * heads + head
             store_partial(
                 out, lse, partial_out_ptr, partial_lse_ptr, first_row + split * heads, row_live,
                 DIM_V, BLOCK_DIM_V,
             )  # fmt: skip
-            count_ptr = finished_ptr + tl.program_id(1) * tl.num_programs(0) + tile
+            count_ptr = finished_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
             if not finishes_last(count_ptr, live_splits):
+                if FOLLOWS:
+                    _end_behind_leader(OVERLAPPED)
                 return
             out, lse = merge_splits(
                 partial_out_ptr, partial_lse_ptr, first_row, heads, live_splits, row_live,

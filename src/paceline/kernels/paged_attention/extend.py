@@ -19,6 +19,7 @@ from paceline.kernels.paged_attention.splits import (
     check_workspace,
     extend_splits,
     most_keys,
+    short_splits,
 )
 
 
@@ -45,28 +46,34 @@ def paged_extend(call: PagedCall, workspace: SplitWorkspace | None = None) -> No
 
 def _shared(
     call: PagedCall, workspace: SplitWorkspace | None
-) -> tuple[int, Tensor | None, Tensor | None, Tensor | None]:
-    """How many programs share a query's keys, and the buffers they meet in: none where one reads
-    all."""
+) -> tuple[int, int, Tensor | None, Tensor | None, Tensor | None]:
+    """How many programs share a query's keys, how many those of a short request where longer ones
+    are not split, and the buffers they meet in: none where one reads all."""
     if workspace is None:
-        return 1, None, None, None
+        return 1, 1, None, None, None
     (tokens, heads, _), rows, cache = call.q.shape, call.rows, call.cache
-    kv_heads, v_head_dim = cache.v.shape[2:]
+    num_reqs, (kv_heads, v_head_dim) = rows.page_table.shape[0], cache.v.shape[2:]
+    group = heads // kv_heads
+    max_keys = most_keys(rows.page_table, cache.k, call.weighing.most_keys)
     splits = extend_splits(
         tokens,
-        rows.page_table.shape[0],
+        num_reqs,
         kv_heads,
-        max_rows=rows.max_extend_len * heads // kv_heads,
-        max_keys=most_keys(rows.page_table, cache.k, call.weighing.most_keys) + rows.max_extend_len,
+        group=group,
+        max_rows=rows.max_extend_len * group,
+        max_keys=max_keys + rows.max_extend_len,
         dtype=call.q.dtype,
         workspace=workspace,
         is_wide=cache.v_in_k,
         is_scaled=cache.beside is not None,
     )
-    if splits == 1:
-        return 1, None, None, None
-    check_workspace(workspace, tokens * splits, 0, heads, v_head_dim)
-    return splits, workspace.partial_out, workspace.partial_lse, workspace.finished
+    of_short = 1
+    if splits == 1 and not cache.v_in_k:  # whose merge is a launch for all tokens
+        of_short = short_splits(num_reqs, group, kv_heads, max_keys=max_keys, workspace=workspace)
+    if splits == of_short == 1:
+        return 1, 1, None, None, None
+    check_workspace(workspace, tokens * splits if splits > 1 else 0, 0, heads, v_head_dim)
+    return splits, of_short, workspace.partial_out, workspace.partial_lse, workspace.finished
 
 
 def _check_mask(
@@ -112,17 +119,17 @@ def _launch(*args: Any) -> None:
     require_triton("paged_extend", otherwise="choose the torch attention backend")
     from paceline.kernels._triton.paged_extend import launch_paged_extend
 
-    call, (splits, partial_out, partial_lse, finished) = PagedCall.taken(args)
+    call, (splits, of_short, partial_out, partial_lse, finished) = PagedCall.taken(args)
     workspace = None
-    if splits > 1:
+    if partial_out is not None:
         workspace = SplitWorkspace(
             partial_out=partial_out, partial_lse=partial_lse, finished=finished
         )
-    launch_paged_extend(call, workspace, splits=splits)
+    launch_paged_extend(call, workspace, splits=splits, short_splits=of_short)
 
 
 _PAGED_EXTEND = define_op(
-    f"paged_extend({SCHEMA}, int splits, Tensor(c!)? partial_out, "
+    f"paged_extend({SCHEMA}, int splits, int short_splits, Tensor(c!)? partial_out, "
     "Tensor(d!)? partial_lse, Tensor(e!)? finished) -> ()",
     cpu=_launch,
     cuda=_launch,

@@ -25,6 +25,7 @@ _ONE_WARP_GROUP, _ONE_WARP_DIMS, _ONE_WARP_BYTES = 16, (64, 128), 2  # heads one
 _MAX_CHUNKS = 8  # of a shared prefix
 _MIN_KEYS = 64  # of a split: fewer are not worth a merge
 FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: tiles as small as a decode's
+SHORT_ROWS = 16  # of a request among longer ones: one small tile, as of a decode
 _MOST_SPLIT_ROWS = 256  # an extend of more has work for every program without splits
 _ROW_TILES = (16, 32)  # of them in one program
 WIDE_ROWS = 64  # of them where each is wide: a whole tile of the matrix units
@@ -140,6 +141,7 @@ def extend_splits(
     num_reqs: int,
     num_kv_heads: int,
     *,
+    group: int,
     max_rows: int,
     max_keys: int,
     dtype: torch.dtype,
@@ -149,19 +151,42 @@ def extend_splits(
 ) -> int:
     """How many splits an extend uses: some where rows are few, 1 where they are many.
 
-    `max_rows` is the query rows of a KV head: tokens of the longest request times the group.
+    group: query heads of a KV head; `max_rows` is its query rows: tokens of the longest request
+    times the group.
     is_wide: rows are so wide that a multiprocessor holds one program, or two of few keys;
     is_scaled: of these, latents in float8.
     """
     if max_rows > _MOST_SPLIT_ROWS:
         return 1
     rows = row_tile(num_reqs, num_kv_heads, max_rows, dtype=dtype, is_wide=is_wide)
-    row_tiles = -(-max_rows // rows)
-    programs = num_reqs * num_kv_heads * row_tiles
+    tiles = num_reqs * -(-max_rows // rows)
+    if not is_wide:
+        tiles = min(tiles, tile_slots(tokens * group, num_reqs, rows))
+    programs = tiles * num_kv_heads
     per_sm = _PROGRAMS_PER_SM if not is_wide or in_pairs(rows, programs, is_scaled=is_scaled) else 1
     splits = _shares(programs, per_sm * multiprocessors(workspace.partial_out.device))
     has_counters = programs <= workspace.finished.numel()
     affordable = workspace.partial_lse.shape[0] // tokens if has_counters else 1
+    return max(1, min(splits, _worthwhile(max_keys), affordable))
+
+
+def tile_slots(rows: int, num_reqs: int, tile_rows: int) -> int:
+    """Tiles that hold so many rows, whichever request each is of, at most."""
+    return rows // tile_rows + num_reqs
+
+
+def short_splits(
+    num_reqs: int, group: int, num_kv_heads: int, *, max_keys: int, workspace: SplitWorkspace
+) -> int:
+    """How many splits requests of SHORT_ROWS rows or less have in a launch beside longer ones.
+
+    group: query heads of a KV head.  A request has rows of the workspace, whichever its tokens are.
+    """
+    programs = num_reqs * num_kv_heads
+    splits = _shares(programs, _PROGRAMS_PER_SM * multiprocessors(workspace.partial_out.device))
+    has_counters = programs <= workspace.finished.numel()
+    rows = num_reqs * -(-SHORT_ROWS // group)
+    affordable = workspace.partial_lse.shape[0] // rows if has_counters else 1
     return max(1, min(splits, _worthwhile(max_keys), affordable))
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from paceline.proof.suite.build import Rows, base_case, full, ragged_case, with_frozen
+from paceline.proof.suite.build import Rows, base_case, full, ragged_case, uniform_case, with_frozen
 from paceline.proof.suite.case import Case, Inputs, Layer, PageLayout
 from paceline.proof.suite.modes import ForwardMode
 
@@ -88,14 +88,19 @@ def _many_queries() -> tuple[Case, ...]:
     """Heads of 128, and queries times heads that large tiles are for: prompts of 1 to 150 tokens,
     fresh, and behind prefixes to within a page and to its edge.
 
-    The second is a graph's alone: few heads, padded to so many tokens that tiles have more keys.
+    The second is one prompt, beside which nobody can be short.  The third is a graph's alone: few
+    heads, padded to so many tokens that tiles have more keys.
     """
     rows: Rows = ((0, 150), (37, 97), (64, 3), (0, 65), (112, 70))
     behind: Rows = ((0, 150), (2100, 33), (64, 3), (0, 65), (1023, 70), (112, 31))
+    one = replace(_of_128(_BASE, 64, 16), captured_reqs=1, captured_tokens=390)
     few = ragged_case(_of_128(_BASE, 12, 3), "many-queries-2k", behind)
     return (
         ragged_case(_of_128(_BASE, 64, 16), "many-queries", rows),
-        *full(replace(few, captured_reqs=few.captured_reqs + 1, captured_tokens=2064)),
+        *full(
+            uniform_case(one, "many-queries-of-one", (37,), extend=390),
+            replace(few, captured_reqs=few.captured_reqs + 1, captured_tokens=2064),
+        ),
     )
 
 
@@ -120,6 +125,8 @@ def mixed_cases() -> tuple[Case, ...]:
         *full(
             _many(130, 150),
             ragged_case(base, "chunks-first", ((16, 16), (0, 9), (31, 1), (40, 1))),
+            # Keys of which a short request has splits, beside more rows than have any.
+            ragged_case(base, "long-decodes", ((900, 1), (0, 140), (500, 2), (33, 3))),
             ragged_case(spread, "interleaved-mqa", rows),
             ragged_case(replace(base, layers=(Layer(),) * 2, soft_cap=20.0), "soft-cap", rows),
             ragged_case(replace(base, kv_dtype="float8_e4m3fn"), "fp8-cache", rows),
