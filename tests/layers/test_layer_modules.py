@@ -15,7 +15,7 @@ from paceline.layers.embedding import Embedding, LMHead, root_scale
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SparseMLP
-from paceline.layers.rank_sum import ProductParts, rows_of, total
+from paceline.layers.rank_sum import Product, ProductParts, add_, leave_sums, rows_of, total
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights import dense, packed
 from paceline.layers.weights.dense import DENSE
@@ -118,18 +118,24 @@ def test_mlp_gates_up_with_the_named_activation(activation: str, formula: object
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_what_an_mlp_leaves_is_added_by_the_norm_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are taken where somebody behind adds them; of some rows, too."""
-    monkeypatch.setattr(dense, "fits_parts", lambda x, weight: True)
+@pytest.mark.parametrize(
+    ("fits", "kind"), [("fits_parts", ProductParts), ("fits_add_linear", Product)]
+)
+def test_what_an_mlp_leaves_is_added_by_the_norm_behind_it(
+    fits: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left where somebody behind adds it; of some rows, too."""
+    monkeypatch.setattr(dense, fits, lambda x, weight: True)
     layer = filled(GatedMLP(6, 8, activation="silu", bias=False, parallel=PARALLEL, placement=CPU))
     norm = filled(RMSNorm(6, 1e-6, placement=CPU))
     x, residual = torch.randn(5, 6), torch.randn(5, 6)
     whole_sum = layer(x)
     assert isinstance(whole_sum, Tensor)
-    layer.is_left = True
+    leave_sums(layer.down)
     left = layer(x)
-    assert isinstance(left, ProductParts)
+    assert isinstance(left, kind)
     torch.testing.assert_close(total(left), whole_sum)
+    torch.testing.assert_close(add_(residual.clone(), left), residual + whole_sum)
     for rows in (torch.arange(5), torch.tensor([3, 1])):
         streams = residual[rows].clone(), residual[rows].clone()
         found = norm.add(rows_of(left, rows), streams[0])
@@ -138,9 +144,10 @@ def test_what_an_mlp_leaves_is_added_by_the_norm_behind_it(monkeypatch: pytest.M
 
 
 def test_a_bias_is_added_to_a_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "fits_parts", lambda x, weight: True)
+    for fits in ("fits_parts", "fits_add_linear"):
+        monkeypatch.setattr(dense, fits, lambda x, weight: True)
     layer = filled(GatedMLP(6, 8, activation="silu", bias=True, parallel=PARALLEL, placement=CPU))
-    layer.is_left = True
+    leave_sums(layer.down)
     assert isinstance(layer(torch.randn(5, 6)), Tensor)
 
 
