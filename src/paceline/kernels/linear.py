@@ -64,8 +64,8 @@ def linear(
 def fits_add_linear(x: Tensor, weight: Tensor) -> bool:
     """Whether `add_linear`, and a norm of the sum, is faster than a norm that adds a product to it;
     shapes and dtypes only.  x: [tokens, in]; weight: [out, in]."""
-    is_wide = x.dtype in (torch.bfloat16, torch.float16)
-    return is_hopper(x.device) and is_wide and x.shape[0] >= LEAST_ADDED
+    has_16_bits = x.dtype in (torch.bfloat16, torch.float16)
+    return is_hopper(x.device) and has_16_bits and x.shape[0] >= LEAST_ADDED
 
 
 def add_linear(x: Tensor, weight: Tensor, stream: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 A layer takes the residual stream and the not yet added output of the layer before it (`delta`),
 and returns its own; each addition is fused into the norm that follows it, and where ranks share
-the model the sum of their parts too.
+the model the sum of their parts too, or into the product before it.
 """
 
 from collections.abc import Callable, Sequence
