@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from paceline.core.model.config import MoEConfig, NormKind
 from paceline.core.parallel import Parallel, whole
+from paceline.kernels.linear import add_linear
 from paceline.kernels.packed_weight import FP8, Packing
 from paceline.kernels.stand_in import StandIn
+from paceline.layers import rank_sum
+from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.embedding import Embedding, LMHead, root_scale
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import GatedMLP
@@ -141,6 +144,35 @@ def test_what_an_mlp_leaves_is_added_by_the_norm_behind_it(
         found = norm.add(rows_of(left, rows), streams[0])
         torch.testing.assert_close(found, norm.add(rows_of(whole_sum, rows), streams[1]))
         torch.testing.assert_close(*streams)
+
+
+def test_a_layers_products_are_in_the_stream_that_it_hands_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the rows that go on alone."""
+    mixed, fed = (Product(torch.randn(5, 3), torch.randn(4, 3)) for _ in range(2))
+    made: list[int] = []
+
+    class Layer(DecoderLayer):
+        def mix(self, delta, residual, positions, ctx):
+            return mixed
+
+        def feed(self, mixed, residual, ctx, rows):
+            assert mixed is None
+            return fed if rows is None else rows_of(fed, rows)
+
+    def added(x: Tensor, weight: Tensor, stream: Tensor) -> None:
+        made.append(x.shape[0])
+        add_linear(x, weight, stream)
+
+    monkeypatch.setattr(rank_sum, "add_linear", added)
+    stream = torch.randn(5, 4)
+    whole = stream + total(mixed) + total(fed)
+    for rows in (torch.tensor([3, 1]), None):
+        delta, residual = Layer()(None, stream.clone(), torch.arange(5), None, rows)
+        assert delta is None
+        torch.testing.assert_close(residual, whole if rows is None else whole[rows])
+    assert made == [2, 2, 5, 5]
 
 
 def test_a_bias_is_added_to_a_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
