@@ -9,7 +9,13 @@ from packed_cases import KINDS, random_weight, relative
 
 from paceline.kernels.act_and_mul import ACTIVATIONS, act_and_mul_reference, activate
 from paceline.kernels.activated_linear import activated_linear, fits_activated
-from paceline.kernels.linear import gated_linear, linear, linear_then
+from paceline.kernels.linear import (
+    add_linear,
+    fits_add_linear,
+    gated_linear,
+    linear,
+    linear_then,
+)
 from paceline.kernels.linear_parts import fits_parts, linear_parts
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts_reference
 from paceline.kernels.moe_route import moe_route
@@ -176,6 +182,29 @@ def test_a_norm_adds_the_parts_of_a_product(tokens: int, rows: int, inner: int) 
     graph.replay()
     assert torch.equal(again, out)
     assert torch.equal(residual, streams[0])
+
+
+@pytest.mark.parametrize("tokens", [512, 1000, 1024])
+@pytest.mark.parametrize(("rows", "inner"), [(4096, 4096), (4096, 14_336), (2048, 8192)])
+def test_a_product_is_added_to_the_stream(tokens: int, rows: int, inner: int) -> None:
+    """At most as far from exact as a product and a sum that are rounded apart."""
+    x, weight, _ = operands(tokens, rows, inner)
+    assert fits_add_linear(x, weight)
+    rng = torch.Generator("cuda").manual_seed(0)
+    before = torch.randn(tokens, rows, generator=rng, device="cuda").bfloat16()
+    stream, exact = before.clone(), before.double() + x.double() @ weight.double().T
+    add_linear(x, weight, stream)
+    apart = (before + linear(x, weight, None)).double()
+    error, limit = (stream.double() - exact).abs(), (apart - exact).abs()
+    assert error.max() <= 1.01 * limit.max()
+    assert error.mean() <= 1.01 * limit.mean()
+    graph = torch.cuda.CUDAGraph()
+    copied = torch.empty_like(x)
+    with torch.cuda.graph(graph):
+        copied.copy_(x)
+        add_linear(copied, weight, before)
+    graph.replay()
+    assert torch.equal(before, stream)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

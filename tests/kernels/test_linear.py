@@ -9,7 +9,15 @@ import torch
 from operators import Operators
 from torch import Tensor
 
-from paceline.kernels.linear import gated_linear, linear, linear_reference, linear_then
+from paceline.kernels.linear import (
+    LEAST_ADDED,
+    add_linear,
+    fits_add_linear,
+    gated_linear,
+    linear,
+    linear_reference,
+    linear_then,
+)
 from paceline.kernels.linear_cpu import is_by_columns, linear_cpu
 from paceline.kernels.openblas import fits_openblas, openblas_linear, set_num_threads
 from paceline.kernels.stand_in import StandIn
@@ -191,3 +199,50 @@ def test_an_activation_behind_many_tokens_is_in_their_product(
     ours = [name for name in seen.names if name.startswith("paceline::")]
     assert ours == [f"paceline::{name}" for name in ran]
     assert out.shape == (tokens, rows // 2 if function is gated_linear else rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_product_is_added_to_a_stream_in_place(dtype: torch.dtype) -> None:
+    x, weight, _ = operands(33, dtype, "rows")
+    stream = torch.randn(33, OUT, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before, kept = stream.double(), [tensor.clone() for tensor in (x, weight)]
+    add_linear(x, weight, stream)
+    product = x.double() @ weight.double().t()
+    terms = x.double().abs() @ weight.double().abs().t()
+    limit = IN * torch.finfo(torch.float32).eps * (terms + before.abs())
+    limit += torch.finfo(dtype).eps * (product.abs() + (before + product).abs())
+    assert ((stream.double() - before - product).abs() <= limit).all()
+    assert all(map(torch.equal, kept, (x, weight)))  # nothing else is mutated
+
+
+def test_a_recorded_product_is_added_to_what_the_stream_is_then() -> None:
+    x, weight, stream = torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, 5)
+    graph = RecordedGraph(poison=True)
+    graph.capture(lambda: add_linear(x, weight, stream))
+    for value in (2.0, -3.0):
+        x.fill_(value)
+        stream.fill_(1.0)
+        graph.replay()
+        assert (stream == 1.0 + 4 * value).all()
+
+
+def test_many_tokens_are_added_in_place_on_hopper() -> None:
+    def fits(tokens=LEAST_ADDED, dtype=torch.bfloat16, arch=(9, 0)) -> bool:
+        with StandIn("cpu" if arch is None else "cuda", 132, arch):
+            x = torch.empty(tokens, 128, device="meta", dtype=dtype)
+            return fits_add_linear(x, torch.empty(64, 128, device="meta", dtype=dtype))
+
+    assert fits()
+    assert fits(dtype=torch.float16)
+    assert not fits(tokens=LEAST_ADDED - 1)
+    assert not fits(dtype=torch.float32)
+    assert not fits(arch=(10, 0))
+    assert not fits(arch=None)
+
+
+def test_a_stand_in_adds_in_place() -> None:
+    with StandIn("cuda", 132, (9, 0)):
+        x, weight, stream = (
+            torch.empty(shape, device="meta") for shape in ((3, 4), (5, 4), (3, 5))
+        )
+        add_linear(x, weight, stream)

@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 from paceline.core.model.config import MoEConfig, NormKind
 from paceline.core.parallel import Parallel, whole
+from paceline.kernels.linear import add_linear
 from paceline.kernels.packed_weight import FP8, Packing
 from paceline.kernels.stand_in import StandIn
+from paceline.layers import rank_sum
+from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.embedding import Embedding, LMHead, root_scale
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SparseMLP
-from paceline.layers.rank_sum import ProductParts, rows_of, total
+from paceline.layers.rank_sum import Product, ProductParts, add_, leave_sums, rows_of, total
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights import dense, packed
 from paceline.layers.weights.dense import DENSE
@@ -118,18 +121,24 @@ def test_mlp_gates_up_with_the_named_activation(activation: str, formula: object
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_what_an_mlp_leaves_is_added_by_the_norm_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are taken where somebody behind adds them; of some rows, too."""
-    monkeypatch.setattr(dense, "fits_parts", lambda x, weight: True)
+@pytest.mark.parametrize(
+    ("fits", "kind"), [("fits_parts", ProductParts), ("fits_add_linear", Product)]
+)
+def test_what_an_mlp_leaves_is_added_by_the_norm_behind_it(
+    fits: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left where somebody behind adds it; of some rows, too."""
+    monkeypatch.setattr(dense, fits, lambda x, weight: True)
     layer = filled(GatedMLP(6, 8, activation="silu", bias=False, parallel=PARALLEL, placement=CPU))
     norm = filled(RMSNorm(6, 1e-6, placement=CPU))
     x, residual = torch.randn(5, 6), torch.randn(5, 6)
     whole_sum = layer(x)
     assert isinstance(whole_sum, Tensor)
-    layer.is_left = True
+    leave_sums(layer.down)
     left = layer(x)
-    assert isinstance(left, ProductParts)
+    assert isinstance(left, kind)
     torch.testing.assert_close(total(left), whole_sum)
+    torch.testing.assert_close(add_(residual.clone(), left), residual + whole_sum)
     for rows in (torch.arange(5), torch.tensor([3, 1])):
         streams = residual[rows].clone(), residual[rows].clone()
         found = norm.add(rows_of(left, rows), streams[0])
@@ -137,10 +146,40 @@ def test_what_an_mlp_leaves_is_added_by_the_norm_behind_it(monkeypatch: pytest.M
         torch.testing.assert_close(*streams)
 
 
+def test_a_layers_products_are_in_the_stream_that_it_hands_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the rows that go on alone."""
+    mixed, fed = (Product(torch.randn(5, 3), torch.randn(4, 3)) for _ in range(2))
+    made: list[int] = []
+
+    class Layer(DecoderLayer):
+        def mix(self, delta, residual, positions, ctx):
+            return mixed
+
+        def feed(self, mixed, residual, ctx, rows):
+            assert mixed is None
+            return fed if rows is None else rows_of(fed, rows)
+
+    def added(x: Tensor, weight: Tensor, stream: Tensor) -> None:
+        made.append(x.shape[0])
+        add_linear(x, weight, stream)
+
+    monkeypatch.setattr(rank_sum, "add_linear", added)
+    stream = torch.randn(5, 4)
+    whole = stream + total(mixed) + total(fed)
+    for rows in (torch.tensor([3, 1]), None):
+        delta, residual = Layer()(None, stream.clone(), torch.arange(5), None, rows)
+        assert delta is None
+        torch.testing.assert_close(residual, whole if rows is None else whole[rows])
+    assert made == [2, 2, 5, 5]
+
+
 def test_a_bias_is_added_to_a_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "fits_parts", lambda x, weight: True)
+    for fits in ("fits_parts", "fits_add_linear"):
+        monkeypatch.setattr(dense, fits, lambda x, weight: True)
     layer = filled(GatedMLP(6, 8, activation="silu", bias=True, parallel=PARALLEL, placement=CPU))
-    layer.is_left = True
+    leave_sums(layer.down)
     assert isinstance(layer(torch.randn(5, 6)), Tensor)
 
 

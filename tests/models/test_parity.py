@@ -78,23 +78,29 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
     assert error < TOLERANCE, f"relative error {error:.2e}"
 
 
-def test_products_in_parts_give_the_same(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken wherever a norm stands behind, which adds them; of hidden states that are read, too."""
+@pytest.mark.parametrize(("fits", "each"), [("fits_parts", 1), ("fits_add_linear", 2)])
+def test_products_that_are_left_give_the_same(
+    pair: Pair, fits: str, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken wherever a norm stands behind, which adds them; of hidden states that are tapped or
+    read, too.  each: products of a layer."""
     taken: list[Tensor] = []
 
-    def forward(*taps: str) -> Hidden:
+    def forward(*taps: str, read: Tensor | None = None) -> Hidden:
         ctx = FakeContext(pair.config, pair.ours.attention_sinks())
-        return pair.ours(pair.prompt, torch.arange(PROMPT_LEN), ctx, taps)
+        return pair.ours(pair.prompt, torch.arange(PROMPT_LEN), ctx, taps, read=read)
 
     def take(x: Tensor, weight: Tensor) -> bool:
         taken.append(weight)
         return True
 
     whole = forward(*pair.ours.decoder.tap_names)
-    monkeypatch.setattr(dense, "fits_parts", take)
+    monkeypatch.setattr(dense, fits, take)
     assert_close(forward().hidden, whole.hidden)
     if pair.config.model_type == "llama" and not pair.config.mlp_bias:
-        assert len(taken) == pair.config.num_layers
+        assert len(taken) == each * pair.config.num_layers
+    read = torch.tensor([PROMPT_LEN - 1, 2])
+    assert_close(forward(read=read).hidden, whole.hidden[read])
     for name, tapped in forward(*whole.taps).taps.items():
         assert_close(tapped, whole.taps[name])
 

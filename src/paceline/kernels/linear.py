@@ -8,7 +8,8 @@ without instructions for them take kernels.linear_cpu.  `benchmarks/cpu_linear.p
 this.
 
 On a GPU a few tokens take kernels.skinny_linear, more take cuBLAS, and many with an activation
-behind them kernels.activated_linear.
+behind them kernels.activated_linear.  Of many tokens cuBLAS adds a product to the stream where it
+writes it (docs/decisions/143-products-of-prompts-into-the-stream.md).
 """
 
 from functools import cache
@@ -22,9 +23,10 @@ from paceline.kernels.activated_linear import activated_linear, fits_activated
 from paceline.kernels.linear_cpu import is_emulated, linear_cpu
 from paceline.kernels.openblas import fits_openblas, has_avx512, openblas_linear
 from paceline.kernels.skinny_linear import fits_skinny, skinny_linear
-from paceline.kernels.stand_in import device_type
+from paceline.kernels.stand_in import device_type, is_hopper
 
 _ONEDNN_TOKENS = 3  # from here on oneDNN is faster
+LEAST_ADDED = 512  # tokens; with fewer some shapes lose what others gain
 
 
 @cache
@@ -57,6 +59,22 @@ def linear(
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
     return F.linear(x, weight, bias)
+
+
+def fits_add_linear(x: Tensor, weight: Tensor) -> bool:
+    """Whether `add_linear`, and a norm of the sum, is faster than a norm that adds a product to it;
+    shapes and dtypes only.  x: [tokens, in]; weight: [out, in]."""
+    has_16_bits = x.dtype in (torch.bfloat16, torch.float16)
+    return is_hopper(x.device) and has_16_bits and x.shape[0] >= LEAST_ADDED
+
+
+def add_linear(x: Tensor, weight: Tensor, stream: Tensor) -> None:
+    """stream += x W^T, in place.
+
+    x: [tokens, in]; weight: [out, in]; stream: [tokens, out]; one dtype and device.  A library may
+    round the product before it adds it, or not.  Recordable.
+    """
+    stream.addmm_(x, weight.mT)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

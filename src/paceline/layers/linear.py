@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel, Span, whole
 from paceline.kernels.act_and_mul import act_and_mul
+from paceline.layers.rank_sum import Product
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import hold
 
@@ -11,6 +12,8 @@ from paceline.layers.weights.weight_format import hold
 class Linear(nn.Module):
     """y = x W^T + b, or a rank's part of it: of some outputs, or from some inputs, whose results
     `rank_sum` adds up."""
+
+    is_left = False  # see `rank_sum.leave_sums`
 
     def __init__(
         self, in_features: Span, out_features: Span, *, bias: bool, placement: Placement
@@ -20,9 +23,11 @@ class Linear(nn.Module):
         weight = format_.allocate((out_features,), in_features, bias=bias, placement=placement)
         self.held = hold(self, format_, weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | Product:
         """x [tokens, in] -> [tokens, out]."""
-        return self.held.format.apply(x, self.held.weight)
+        format_, weight = self.held.format, self.held.weight
+        added = format_.weight_to_add(x, weight) if self.is_left else None
+        return format_.apply(x, weight) if added is None else Product(x, added)
 
     def parts(self, x: Tensor) -> Tensor | None:
         """[parts, tokens, out] float32 whose sum is the same, where the sum is better made by what

@@ -5,17 +5,12 @@ from torch import Tensor, nn
 from paceline.core.model.config import HIDDEN_ACTS
 from paceline.core.parallel import Parallel, whole
 from paceline.layers.linear import GateUpLinear, Linear
-from paceline.layers.rank_sum import ProductParts
+from paceline.layers.rank_sum import Product, ProductParts
 from paceline.layers.weights.parameter import Placement
 
 
 class GatedMLP(nn.Module):
-    """Fused gate/up with activation, down; of a rank the part that its share of columns gives.
-
-    is_left: where down is computed in parts, whoever calls adds them up.
-    """
-
-    is_left = False
+    """Fused gate/up with activation, down; of a rank the part that its share of columns gives."""
 
     def __init__(
         self,
@@ -40,11 +35,11 @@ class GatedMLP(nn.Module):
         )
         self.down = Linear(inter, whole(hidden_size), bias=bias, placement=placement)
 
-    def forward(self, x: Tensor) -> Tensor | ProductParts:
+    def forward(self, x: Tensor) -> Tensor | ProductParts | Product:
         """x [tokens, hidden] -> [tokens, hidden]."""
         gated = self.gate_up(x)
-        parts = self.down.parts(gated) if self.is_left else None
+        parts = self.down.parts(gated) if self.down.is_left else None
         if parts is not None:
             return ProductParts(parts, x.dtype)
-        out: Tensor = self.down(gated)
+        out: Tensor | Product = self.down(gated)
         return out

@@ -6,7 +6,7 @@ One process computes the whole, and has no RankSum: it runs no operation of it, 
 A layer whose norms add up what its blocks return leaves the sum to them (`leave_sums`): then a
 block returns an `Unsummed`, and `RMSNorm.add` sums, adds and normalises in one operation.  So it
 does with an `Unscaled`.  Of one process a `GatedMLP` leaves the parts of its last product, where
-that is computed in parts.
+that is computed in parts, and each block a last product that is faster made into the stream.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
 from paceline.kernels.all_reduce import Exchange, all_reduce
+from paceline.kernels.linear import add_linear, linear
 from paceline.kernels.rms_norm import RowScale
 from paceline.layers.weights.parameter import Placement
 
@@ -35,6 +36,13 @@ class ProductParts(NamedTuple):
     dtype: torch.dtype  # of the sum
 
 
+class Product(NamedTuple):
+    """A product that is still to be made, into the stream."""
+
+    rows: Tensor  # [tokens, columns]
+    weight: Tensor  # [hidden, columns]
+
+
 class Unscaled(NamedTuple):
     """A product of rows whose norm's scale is still to be applied."""
 
@@ -42,8 +50,9 @@ class Unscaled(NamedTuple):
     scale: RowScale
 
 
-Unsummed = RankParts | ProductParts
-Delta = Tensor | Unsummed | Unscaled  # what a block adds to the stream
+Unsummed = RankParts | ProductParts | Product
+Made = Tensor | Unsummed | Unscaled  # what a block adds to the stream
+Delta = Made | None  # None: nothing that the stream has not
 
 
 class RankSum(nn.Module):
@@ -61,8 +70,10 @@ class RankSum(nn.Module):
         return unsummed if self.is_left else total(unsummed)
 
 
-def total(x: Delta) -> Tensor:
+def total(x: Made) -> Tensor:
     """The sum itself; what is one already stays as it is."""
+    if isinstance(x, Product):
+        return linear(x.rows, x.weight, None)
     if isinstance(x, ProductParts):
         return x.parts.sum(0).to(x.dtype)
     if isinstance(x, Unscaled):
@@ -70,9 +81,22 @@ def total(x: Delta) -> Tensor:
     return all_reduce(x.part, x.exchange) if isinstance(x, RankParts) else x
 
 
+def add_(stream: Tensor, delta: Delta) -> Tensor:
+    """stream += delta, in place; returns it.  Both [tokens, hidden]."""
+    if isinstance(delta, Product):
+        add_linear(*delta, stream)
+    elif delta is not None:
+        stream.add_(total(delta))
+    return stream
+
+
 def rows_of(x: Delta, rows: Tensor) -> Delta:
     """Rows [rows] int64 of x [tokens, hidden], in a new tensor; of a sum that is still to be made,
     of each part."""
+    if x is None:
+        return None
+    if isinstance(x, Product):
+        return x._replace(rows=x.rows.index_select(0, rows))
     if isinstance(x, ProductParts):
         return x._replace(parts=x.parts.index_select(1, rows))
     if isinstance(x, RankParts):
@@ -83,12 +107,11 @@ def rows_of(x: Delta, rows: Tensor) -> Delta:
     return x.index_select(0, rows)
 
 
-def leave_sums(*blocks: nn.Module) -> None:
-    """Have blocks whose last operation is a RankSum return it unsummed, for `RMSNorm.add`."""
-    for block in blocks:
-        for module in block.modules():
-            if isinstance(module, RankSum):
-                module.is_left = True
+def leave_sums(*last: Any) -> None:
+    """Have the last operations of blocks, each a RankSum or a Linear, return an `Unsummed`, for
+    `RMSNorm.add`, where that is faster."""
+    for operation in last:
+        operation.is_left = True
 
 
 def mean_squares(parts: Sequence[Tensor], exchange: Exchange) -> Sequence[Tensor]:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from paceline.core.model.config import ModelConfig, NormKind
 from paceline.kernels.all_reduce_norm import all_reduce_add_rms_norm
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from paceline.layers.rank_sum import Delta, ProductParts, RankParts, Unscaled
+from paceline.layers.rank_sum import Delta, Product, ProductParts, RankParts, Unscaled, add_
 from paceline.layers.weights.parameter import Placement, empty_parameter
 
 
@@ -44,6 +44,8 @@ class RMSNorm(nn.Module):
 
     def add(self, delta: Delta, residual: Tensor) -> Tensor:
         """residual += delta, in place; returns the norm of the sum.  Both [tokens, size]."""
+        if delta is None or isinstance(delta, Product):
+            return self.forward(add_(residual, delta))
         offset, wide = self.unit_offset, self.wide
         if isinstance(delta, Unscaled):
             rows, scale = delta

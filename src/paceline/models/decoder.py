@@ -2,7 +2,7 @@
 
 A layer takes the residual stream and the not yet added output of the layer before it (`delta`),
 and returns its own; each addition is fused into the norm that follows it, and where ranks share
-the model the sum of their parts too.
+the model the sum of their parts too, or into the product before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from paceline.core.model.config import ModelConfig
 from paceline.layers.attention import StepContext
 from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.embedding import Embedding, OverlaidRows
-from paceline.layers.rank_sum import Delta, total
+from paceline.layers.rank_sum import Delta, add_
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
 from paceline.layers.weights.weight_format import Named, wholly
@@ -79,14 +79,13 @@ class Decoder(nn.Module):
             residual = overlaid.over(residual)
         if "embed" in taps:
             tapped["embed"] = residual.clone()
-        delta: Delta | None = None
+        delta: Delta = None
         for index, layer in enumerate(self.layers):
             rows = early if index == last else None
             delta, residual = layer(delta, residual, positions, ctx, rows)
             if taps and f"layer.{index}" in taps:
-                delta = total(delta)
-                tapped[f"layer.{index}"] = residual + delta
-        hidden = self.norm(residual) if delta is None else self.norm.add(delta, residual)
+                tapped[f"layer.{index}"], delta = add_(residual, delta).clone(), None
+        hidden = self.norm.add(delta, residual)
         if "final" in taps:
             tapped["final"] = hidden
         return Hidden(read_rows(hidden, read) if early is None else hidden, tapped)

@@ -37,13 +37,12 @@ class CrossLayer(DecoderLayer):
 
     def mix(
         self,
-        delta: Delta | None,
+        delta: Delta,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
     ) -> Tensor:
-        norm = self.input_norm
-        x = norm(residual) if delta is None else norm.add(delta, residual)
+        x = self.input_norm.add(delta, residual)
         out: Tensor = self.attention(x, ctx).mul_(self.attention_gate.tanh())
         return out
 

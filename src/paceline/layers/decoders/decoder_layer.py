@@ -6,13 +6,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from paceline.layers.attention import StepContext
-from paceline.layers.rank_sum import Delta, rows_of
+from paceline.layers.rank_sum import Delta, Product, add_, rows_of
 
 
 class HiddenStream(NamedTuple):
     """What a layer hands on; the two are not added yet."""
 
-    delta: Delta  # [rows, hidden]  of its last block
+    delta: Delta  # [rows, hidden]  of its last block, where the stream has that not yet
     residual: Tensor  # [rows, hidden]  the stream before that
 
     def only(self, rows: Tensor | None) -> "HiddenStream":
@@ -20,6 +20,13 @@ class HiddenStream(NamedTuple):
         if rows is None:
             return self
         return HiddenStream(rows_of(self.delta, rows), self.residual.index_select(0, rows))
+
+    def settled(self) -> "HiddenStream":
+        """It, with a product that is still to be made in the stream: what that reads is wide, and
+        would be held until the next norm.  Mutates residual."""
+        if not isinstance(self.delta, Product):
+            return self
+        return HiddenStream(None, add_(self.residual, self.delta))
 
 
 class DecoderLayer(nn.Module):
@@ -32,7 +39,7 @@ class DecoderLayer(nn.Module):
     @abstractmethod
     def mix(
         self,
-        delta: Delta | None,
+        delta: Delta,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
@@ -52,7 +59,7 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        delta: Delta | None,
+        delta: Delta,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
@@ -62,5 +69,6 @@ class DecoderLayer(nn.Module):
 
         delta, residual [tokens, hidden]; rows [rows] int64, or None: all.  Mutates residual.
         """
-        mixed = HiddenStream(self.mix(delta, residual, positions, ctx), residual).only(rows)
-        return mixed._replace(delta=self.feed(*mixed, ctx, rows))
+        mixed = HiddenStream(self.mix(delta, residual, positions, ctx), residual)
+        mixed = mixed.only(rows).settled()
+        return mixed._replace(delta=self.feed(*mixed, ctx, rows)).settled()

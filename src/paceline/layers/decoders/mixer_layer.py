@@ -25,12 +25,12 @@ class MixerLayer(DecoderLayer):
 
     def mix(
         self,
-        delta: Delta | None,
+        delta: Delta,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
     ) -> Delta:
-        x = self.norm(residual) if delta is None else self.norm.add(delta, residual)
+        x = self.norm.add(delta, residual)
         out: Delta = self.mixer(x, positions, ctx)
         return out
 

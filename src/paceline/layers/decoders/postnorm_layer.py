@@ -8,7 +8,7 @@ from paceline.layers.attention import StepContext
 from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
-from paceline.layers.rank_sum import Delta, total
+from paceline.layers.rank_sum import Delta, add_
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement
 
@@ -32,17 +32,14 @@ class PostNormLayer(DecoderLayer):
 
     def mix(
         self,
-        delta: Delta | None,
+        delta: Delta,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
     ) -> Tensor:
-        if delta is not None:
-            residual.add_(total(delta))
-        out: Tensor = self.attention_norm(self.attention(residual, positions, ctx))
+        out: Tensor = self.attention_norm(self.attention(add_(residual, delta), positions, ctx))
         return out
 
     def feed(self, mixed: Delta, residual: Tensor, ctx: StepContext, rows: Tensor | None) -> Tensor:
-        residual.add_(total(mixed))
-        out: Tensor = self.output_norm(self.mlp(residual))
+        out: Tensor = self.output_norm(self.mlp(add_(residual, mixed)))
         return out

@@ -12,7 +12,7 @@ from paceline.layers.mixers.mamba2 import Mamba2
 from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import feed_forward
-from paceline.layers.rank_sum import Delta, leave_sums, total
+from paceline.layers.rank_sum import Delta, Made, RankSum, leave_sums, total
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.weights.parameter import Placement
 
@@ -35,23 +35,22 @@ class PreNormLayer(DecoderLayer):
         self.mlp_norm = hidden_norm(config, placement)
         self.mlp = feed_forward(config, attention.layer_id, parallel=parallel, placement=placement)
         if self.scale is None:  # whose factor is the sum's
-            leave_sums(self.attention, self.mlp)
-            if isinstance(self.mlp, GatedMLP):
-                self.mlp.is_left = True
+            if not isinstance(attention, Mamba2):
+                leave_sums(attention.out)
+            if isinstance(self.mlp, (GatedMLP, RankSum)):
+                leave_sums(self.mlp.down if isinstance(self.mlp, GatedMLP) else self.mlp)
 
     def mix(
         self,
-        delta: Delta | None,
+        delta: Delta,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
     ) -> Delta:
-        norm = self.input_norm
-        x = norm(residual) if delta is None else norm.add(delta, residual)
-        return self._scaled(self.attention(x, positions, ctx))
+        return self._scaled(self.attention(self.input_norm.add(delta, residual), positions, ctx))
 
     def feed(self, mixed: Delta, residual: Tensor, ctx: StepContext, rows: Tensor | None) -> Delta:
         return self._scaled(self.mlp(self.mlp_norm.add(mixed, residual)))
 
-    def _scaled(self, x: Delta) -> Delta:
+    def _scaled(self, x: Made) -> Made:
         return x if self.scale is None else total(x).mul_(self.scale)

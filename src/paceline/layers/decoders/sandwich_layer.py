@@ -49,13 +49,12 @@ class SandwichLayer(DecoderLayer):
 
     def mix(
         self,
-        delta: Delta | None,
+        delta: Delta,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
     ) -> Tensor:
-        norm = self.input_norm
-        x = norm(residual) if delta is None else norm.add(delta, residual)
+        x = self.input_norm.add(delta, residual)
         out: Tensor = self.attention_norm(self.attention(x, positions, ctx))
         return out
 

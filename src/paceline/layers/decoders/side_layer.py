@@ -38,13 +38,13 @@ class SideLayer(DecoderLayer):
 
     def mix(
         self,
-        delta: Delta | None,
+        delta: Delta,
         residual: Tensor,
         positions: Tensor,
         ctx: StepContext,
     ) -> Tensor:
-        norm, factors = self.input_norm, self.factors
-        x = norm(residual) if delta is None else norm.add(delta, residual)
+        factors = self.factors
+        x = self.input_norm.add(delta, residual)
         both: Tensor = self.attention(x, positions, ctx).mul_(factors.attention)
         return both.add_(self.mixer(x, positions, ctx), alpha=factors.state)
 

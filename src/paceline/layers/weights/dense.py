@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from paceline.core.parallel import Span, whole
 from paceline.kernels.act_and_mul import act_and_mul, activate
 from paceline.kernels.head_products import head_products
-from paceline.kernels.linear import gated_linear, linear, linear_then
+from paceline.kernels.linear import fits_add_linear, gated_linear, linear, linear_then
 from paceline.kernels.linear_parts import fits_parts, linear_parts
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts
 from paceline.kernels.moe_route import Routing
@@ -108,6 +108,11 @@ class DenseLinear(LinearFormat[DenseMatrix]):
         if weight.bias is not None or not fits_parts(x, weight.weight):
             return None
         return linear_parts(x, weight.weight)
+
+    def weight_to_add(self, x: Tensor, weight: DenseMatrix) -> Tensor | None:
+        if weight.bias is not None or not fits_add_linear(x, weight.weight):
+            return None
+        return weight.weight
 
 
 class DenseRows(NamedTuple):

@@ -12,7 +12,7 @@ from paceline.layers.decoders.decoder_layer import HiddenStream
 from paceline.layers.decoders.prenorm_layer import PreNormLayer
 from paceline.layers.embedding import Embedding, LMHead
 from paceline.layers.mixers.self_attention import SelfAttention
-from paceline.layers.rank_sum import total
+from paceline.layers.rank_sum import add_
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Named, wholly
@@ -109,7 +109,7 @@ class EagleHead(FeatureHead):
         if self.norm is not None and self.config.norm_output:
             normed: Tensor = self.norm.add(delta, residual)
             return normed
-        return residual.add_(total(delta))
+        return add_(residual, delta)
 
     def logits(self, features: Tensor) -> Tensor:
         if self.norm is not None and not self.config.norm_output:
