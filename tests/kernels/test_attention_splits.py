@@ -1,12 +1,18 @@
 """How many programs share a request's keys: the host's rules, on an H200's 132 multiprocessors."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from paceline.kernels.paged_attention import SplitWorkspace, decode_splits, split_workspace, splits
-from paceline.kernels.paged_attention.splits import extend_splits, row_tile, short_splits
+from paceline.kernels.paged_attention.splits import (
+    extend_splits,
+    row_tile,
+    short_places,
+    short_splits,
+)
 
 SMS, MAX_REQS, HEADS, KV_HEADS = 132, 64, 32, 8
 GROUP = HEADS // KV_HEADS
@@ -67,20 +73,21 @@ def test_a_workspace_holds_every_split_that_its_requests_may_use(workspace: Spli
         assert used <= workspace.partial_lse.shape[0]
 
 
-def test_short_requests_have_two_programs_per_processor_beside_longer_ones(
+def test_short_requests_have_four_programs_per_processor_beside_longer_ones(
     workspace: SplitWorkspace,
 ) -> None:
     def found(num_reqs: int, *, group: int = GROUP, max_keys: int = 1 << 17) -> int:
         return short_splits(num_reqs, group, KV_HEADS, max_keys=max_keys, workspace=workspace)
 
-    assert [found(n) for n in (1, 2, 8, 15, 16, 17, 64)] == [33, 16, 4, 2, 2, 1, 1]
+    assert [found(n) for n in (2, 8, 16, 17, 33, 34, 64)] == [33, 8, 4, 3, 2, 1, 1]
     assert found(1, max_keys=129) == 3
     for num_reqs in range(1, MAX_REQS + 1):
-        for group in (1, 3, 4, 16, 20):
+        for group in (1, 3, 4, 16):
             shares = found(num_reqs, group=group)
-            rows = num_reqs * -(-16 // group) * shares
-            assert shares == 1 or rows <= workspace.partial_lse.shape[0]
-            assert num_reqs * KV_HEADS <= workspace.finished.numel()
+            places = short_places(num_reqs, group)
+            assert shares == 1 or places * shares <= workspace.partial_lse.shape[0]
+    without = replace(workspace, finished=workspace.finished[:1, :15])
+    assert short_splits(2, GROUP, KV_HEADS, max_keys=1 << 17, workspace=without) == 1
 
 
 def test_requests_of_few_tokens_take_no_tiles_from_a_longer_one(workspace: SplitWorkspace) -> None:

@@ -81,13 +81,19 @@ class Specialised(ast.NodeTransformer):
         return node.body if self.constants[test.id] is wanted else node.orelse
 
 
-def beside(name: str = BESIDE, *, leads: bool, follows: bool) -> ast.FunctionDef:
-    """One of LEADERS as one of its launches, which have no splits."""
-    kernel = Specialised(LEADS=leads, FOLLOWS=follows, IS_SPLIT=False).visit(
+def beside(
+    name: str = BESIDE, *, leads: bool, follows: bool, splits: bool = False
+) -> ast.FunctionDef:
+    """One of LEADERS as one of its launches, of which the second may have splits."""
+    kernel = Specialised(LEADS=leads, FOLLOWS=follows, IS_SPLIT=splits).visit(
         deepcopy(kernels()[name])
     )
     assert isinstance(kernel, ast.FunctionDef)
     return kernel
+
+
+def is_end(node: ast.AST) -> bool:
+    return isinstance(node, ast.Return)
 
 
 def called(node: ast.Call) -> str:
@@ -213,14 +219,20 @@ def test_a_launch_with_another_beside_it_waits_before_it_lets_that_start(
     assert lets[: waits + 2] == [*[False] * (waits + 1), leads]
 
 
-def test_a_launch_beside_another_waits_wherever_it_ends() -> None:
-    kernel = beside(leads=False, follows=True)
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_launch_beside_another_waits_wherever_it_ends(splits: bool) -> None:
+    """Of splits the one that merges, which every tile has; the others, and those that have no
+    keys, leave."""
+    kernel = beside(leads=False, follows=True, splits=splits)
     assert not any(is_wait(statement) for statement in kernel.body)
-    blocks = [node.body for node in ast.walk(kernel) if isinstance(node, ast.If)]
-    ends = [block[-2:] for block in blocks if isinstance(block[-1], ast.Return)]
-    assert len(ends) == sum(isinstance(node, ast.Return) for node in ast.walk(kernel)) == 1
-    for end in (ends[0][0], kernel.body[-1]):
-        assert ast.unparse(end) == "_end_behind_leader(OVERLAPPED)"
+    blocks = [node for node in ast.walk(kernel) if isinstance(node, ast.If)]
+    ends = {ast.unparse(node.test): node.body for node in blocks if is_end(node.body[-1])}
+    assert len(ends) == sum(is_end(node) for node in ast.walk(kernel))
+    for leaves in ("split >= live_splits", "not finishes_last(count_ptr, live_splits)"):
+        assert (ends.pop(leaves, None) is not None) is splits
+    [end] = ends.values()
+    for last in (end[-2], kernel.body[-1]):
+        assert ast.unparse(last) == "_end_behind_leader(OVERLAPPED)"
 
     module = ast.parse((FOLDER / f"{BESIDE.split('.')[0]}.py").read_text())
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]

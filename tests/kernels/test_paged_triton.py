@@ -65,7 +65,7 @@ SHAPES = {
 MORE_SHAPES = {
     **SHAPES,
     "gqa2-64-fp8-sinks": Shape(kv_dtype=torch.float8_e4m3fn, sinks=True),
-    "mqa20-64-whole": Shape(num_heads=20),
+    "chunk-of-splits": Shape(window=Chunk(300)),
     "window-of-splits": Shape(window=300),
 }
 
@@ -118,6 +118,27 @@ def test_short_and_long_requests_of_a_step_match_reference(
     assert started == ([{"leads"}, {"follows"}] if launches == 2 else [set()])
 
 
+def assert_rows_of_splits(
+    case: PagedCase, workspace: SplitWorkspace, shares: int, *, most: int = 1 << 30
+) -> None:
+    """Each token of a request with at most `most` rows has a row for each head and split with keys:
+    no two share one."""
+    shape, batch = case.shape, case.batch
+    config = kernels.extend_config(
+        most, shape.head_dim, shape.v_head_dim, dtype=shape.dtype, kv_dtype=case.k_cache.dtype,
+        shared_bytes=0, row_tile=16, is_split=True,
+    )  # fmt: skip
+    group, rows = shape.num_heads // shape.num_kv_heads, 0
+    assert config.min_tiles * config.block_keys > 30 + group  # tiles of a request have as many
+    for prefix, extend in zip(batch.prefix_lens, batch.extend_lens, strict=True):
+        if 0 < extend * group <= most:
+            begin = 0 if shape.window is None else first_visible(shape.window, prefix)
+            tiles = -(-(prefix + extend - begin) // config.block_keys)
+            live = max(1, min(shares, -(-tiles // config.min_tiles)))
+            rows += extend * shape.num_heads * live
+    assert (~workspace.partial_lse.isnan()).sum() == rows
+
+
 # Few requests, of which the short ones have keys for several splits, before the prompt and behind.
 FEW = BatchSpec(prefix_lens=(700, 0, 17, 650, 3, 0), extend_lens=(1, 131, 3, 1, 0, 9))
 
@@ -128,9 +149,10 @@ FEW = BatchSpec(prefix_lens=(700, 0, 17, 650, 3, 0), extend_lens=(1, 131, 3, 1, 
         "gqa2-80-96-page16",
         "gqa4-128-bf16",
         "gqa7-64-fp16",
-        "mqa20-64-whole",  # of which no request is short
+        "mha-64-page1",
         "256-capped",
         "window-of-splits",
+        "chunk-of-splits",
         "gqa2-64-fp8-sinks",
     ],
 )
@@ -155,8 +177,7 @@ def test_short_requests_split_their_keys_beside_longer_ones(
     assert follows
     assert whole == 1 < shares
     assert not workspace.finished.any()
-    has_short = case.shape.num_heads <= SHORT_ROWS * case.shape.num_kv_heads
-    assert workspace.partial_out.isnan().all() != has_short
+    assert_rows_of_splits(case, workspace, shares, most=SHORT_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +203,7 @@ def test_requests_of_unequal_lengths_split_their_keys_in_slots(
     assert in_slots
     assert shares > 2
     assert not workspace.finished.any()
-    assert not workspace.partial_out.isnan().all()
+    assert_rows_of_splits(case, workspace, shares)
 
 
 @pytest.mark.parametrize("block", [16, 64, 128])
@@ -559,6 +580,16 @@ def test_bad_workspace_is_named_with_what_was_expected(name: str) -> None:
     workspace = workspace_of(case, 3)
     with pytest.raises(KernelArgumentError, match=text):
         paged_decode(case.call(), replace(workspace, **{name: spoil(getattr(workspace, name))}))
+
+
+def test_a_workspace_of_narrower_heads_is_refused_where_short_requests_have_splits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(splits, "_MOST_SPLIT_ROWS", 100)
+    case = make_case(FEW, SHAPES["gqa4-128-bf16"], seed=20)
+    narrow = split_workspace(6, [(4, 1)], v_head_dim=16, device=CPU)
+    with pytest.raises(KernelArgumentError, match="workspace.partial_out must be contiguous"):
+        run_extend(case, workspace=narrow)
 
 
 @pytest.mark.parametrize("name", ["prefix_lens", "kv_lens", "cu_seqlens_q"])

@@ -40,7 +40,7 @@ _MANY_LATENT = (
 )
 _PART_COLUMNS = 64  # of 16 bits: eight threads load them, so that a warp loads of four keys at once
 _GROUP_PAGES = (16, 32, 64, 128)  # tokens, of which `ragged_groups` makes tiles
-# Queries times heads from which it is faster, and with a launch of decodes beside it.
+# Queries times heads from which it is faster, and with a launch of many decodes beside it.
 _GROUP_ROWS, _MIXED_GROUP_ROWS = 24576, 6144
 _ROOMY = 163840  # bytes of shared memory for tiles on their way while others are read
 _MANY_PROGRAMS = 128  # fewer, unless they are split, would wait for keys alone
@@ -118,7 +118,7 @@ def launch_paged_extend(
     """One program per tile of rows, KV head and request; `config` overrides the tile table.
 
     workspace: where splits of several meet.  short_splits: of requests with few rows among longer
-    ones, which are a launch of their own then.
+    ones; 1 where these share no keys, and are a launch of their own only if requests are many.
     """
     q, cache, reqs, weighing, _, _ = call
     require_runnable(
@@ -194,6 +194,7 @@ def launch_paged_extend(
         launch_merge(call, workspace, splits=splits)
     if is_alone:
         return
+    assert splits == 1, "two launches have one workspace"
     few = tiles_of(SHORT_ROWS, is_split=True)
     grid = (SHORT_ROWS // few.block_rows, kv_heads * num_reqs, short_splits)
     start(few, grid, short_splits, most=SHORT_ROWS, follows=True)

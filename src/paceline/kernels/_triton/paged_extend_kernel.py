@@ -6,9 +6,9 @@ Worked example, GROUP 4, BLOCK_ROWS 16, BLOCK_KEYS 8, prefix 10, extend 5, no wi
 Tile 0 sees keys [0, 14): [0, 8) lies before position 11 for every row and takes no mask, [8, 14)
 is masked row by row.
 
-In a ragged step only tiles that may hold rows get a program, in slots; and of many requests
-those of 16 rows or less, decodes in company of prompts, have small tiles, in a launch of their own,
-whose programs run beside those of the first:
+In a ragged step only tiles that may hold rows get a program, in slots; and requests of 16 rows or
+less, decodes in company of prompts, have small tiles, in a launch of their own, whose programs run
+beside those of the first, and of few requests share their keys:
 
     BLOCK_ROWS 4, GROUP 1, cu_seqlens_q [0, 6, 7, 12]
     request   0 0 0 1 2 2 2      first slot of r: cu_seqlens_q[r] * GROUP // BLOCK_ROWS + r, so the
@@ -92,7 +92,7 @@ def _request_of(
 def _end_behind_leader(IS_EARLY: tl.constexpr):
     """A launch that did not wait for the one before ends behind it: whoever waits for this one, or
     starts when it has ended, finds both done.  One program that waits is enough, and the others
-    leave their place to those that have work."""
+    leave their place to those that have work: of splits the one that merges."""
     if tl.program_id(0) + tl.program_id(1) == 0:
         wait_for_inputs(IS_EARLY)
 
@@ -278,8 +278,6 @@ def paged_extend_kernel(
                 nothing = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
                 dead_row = (token * splits + split) * heads + head
                 tl.store(partial_lse_ptr + dead_row, nothing, mask=row_live)
-            if FOLLOWS:
-                _end_behind_leader(OVERLAPPED)
             return
     step = live_splits * BLOCK_KEYS
 
@@ -373,7 +371,7 @@ def paged_extend_kernel(
         if IS_SPLIT:
             place = token
             if FOLLOWS:  # of few tokens anywhere in the step, which a request's tile holds
-                place = req * tl.cdiv(BLOCK_ROWS, GROUP) + row // GROUP
+                place = req * (BLOCK_ROWS // GROUP) + row // GROUP
             first_row = place * splits * heads + head
             store_partial(
                 out, lse, partial_out_ptr, partial_lse_ptr, first_row + split * heads, row_live,
@@ -381,8 +379,6 @@ def paged_extend_kernel(
             )  # fmt: skip
             count_ptr = finished_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
             if not finishes_last(count_ptr, live_splits):
-                if FOLLOWS:
-                    _end_behind_leader(OVERLAPPED)
                 return
             out, lse = merge_splits(
                 partial_out_ptr, partial_lse_ptr, first_row, heads, live_splits, row_live,

@@ -15,10 +15,12 @@ from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.call import SCHEMA, PagedCall
 from paceline.kernels.paged_attention.checks import check_call, check_index
 from paceline.kernels.paged_attention.splits import (
+    SHORT_ROWS,
     SplitWorkspace,
     check_workspace,
     extend_splits,
     most_keys,
+    short_places,
     short_splits,
 )
 
@@ -67,12 +69,14 @@ def _shared(
         is_wide=cache.v_in_k,
         is_scaled=cache.beside is not None,
     )
-    of_short = 1
-    if splits == 1 and not cache.v_in_k:  # whose merge is a launch for all tokens
+    partials, of_short = tokens * splits, 1
+    # Of latents the merge is one launch for all tokens.
+    if splits == 1 and group <= SHORT_ROWS and not cache.v_in_k:
         of_short = short_splits(num_reqs, group, kv_heads, max_keys=max_keys, workspace=workspace)
+        partials = short_places(num_reqs, group) * of_short
     if splits == of_short == 1:
         return 1, 1, None, None, None
-    check_workspace(workspace, tokens * splits if splits > 1 else 0, 0, heads, v_head_dim)
+    check_workspace(workspace, partials, 0, heads, v_head_dim)
     return splits, of_short, workspace.partial_out, workspace.partial_lse, workspace.finished
 
 

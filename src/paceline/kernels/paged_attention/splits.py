@@ -36,7 +36,8 @@ _MANY_SCALED = 16  # the same of latents in float8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitWorkspace:
-    """What the splits of a launch leave for their merge; rows is the most tokens * splits."""
+    """What the splits of a launch leave for their merge; rows is the most tokens * splits, or
+    `short_places` * splits."""
 
     partial_out: Tensor  # [rows, heads, v_head_dim]  float32
     partial_lse: Tensor  # [rows, heads]  float32  log2 units
@@ -178,16 +179,22 @@ def tile_slots(rows: int, num_reqs: int, tile_rows: int) -> int:
 def short_splits(
     num_reqs: int, group: int, num_kv_heads: int, *, max_keys: int, workspace: SplitWorkspace
 ) -> int:
-    """How many splits requests of SHORT_ROWS rows or less have in a launch beside longer ones.
+    """How many splits requests of SHORT_ROWS rows or less have in a launch beside longer ones: as
+    many as let every multiprocessor hold four programs, as many rows of a graph are nobody's.
 
-    group: query heads of a KV head.  A request has rows of the workspace, whichever its tokens are.
+    group: query heads of a KV head, at most SHORT_ROWS.
     """
     programs = num_reqs * num_kv_heads
-    splits = _shares(programs, _PROGRAMS_PER_SM * multiprocessors(workspace.partial_out.device))
+    most = _MOST_PROGRAMS_PER_SM * multiprocessors(workspace.partial_out.device)
     has_counters = programs <= workspace.finished.numel()
-    rows = num_reqs * -(-SHORT_ROWS // group)
-    affordable = workspace.partial_lse.shape[0] // rows if has_counters else 1
-    return max(1, min(splits, _worthwhile(max_keys), affordable))
+    affordable = workspace.partial_lse.shape[0] // short_places(num_reqs, group)
+    splits = min(_shares(programs, most), _worthwhile(max_keys), affordable)
+    return max(1, splits) if has_counters else 1
+
+
+def short_places(num_reqs: int, group: int) -> int:
+    """Tokens whose partial results such requests have room for, wherever in the step these are."""
+    return num_reqs * (SHORT_ROWS // group)
 
 
 def _shares(programs: int, most: int) -> int:

@@ -66,7 +66,8 @@ class GraphKeys:
                 both = frozenset({End.GENERATE, End.POOL})
                 keys.append(self._key(PaddedSize.ragged(1, longest), is_ragged=True, ends=both))
         if self.ragged_tokens:
-            ragged = [self._sizes.empty(tokens) for tokens in _one_per_power(self._sizes.tokens)]
+            powers = _one_per_power(self._sizes.tokens)
+            ragged = [size for tokens in powers for size in self._sizes.few(tokens)]
             ragged.append(PaddedSize.ragged(1, longest))
             ragged += [self._sizes.full(self._sizes.tokens[index]) for index in (0, -1)]
             seen = [MaskKind.CAUSAL]

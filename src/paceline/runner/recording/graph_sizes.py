@@ -7,6 +7,7 @@ from itertools import pairwise
 from paceline.runner.extents import PaddedSize, rows_left_over
 
 _FEWEST_TOKENS = 16  # of a padded ragged step, unless none may be larger
+_FEW_ROWS = (4, 16)  # of ragged steps beside one: what attention launches goes by how few they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,12 @@ class GraphSizes:
     def empty(self, tokens: int) -> PaddedSize:
         """A ragged step of so many tokens without a request, of as few rows as hold them."""
         return PaddedSize.ragged(max(1, rows_left_over(tokens, self.pad_len)), tokens, self.pad_len)
+
+    def few(self, tokens: int) -> tuple[PaddedSize, ...]:
+        """Ragged steps of so many tokens, of each of the fewest numbers of rows there are."""
+        empty, most = self.empty(tokens), self.sizes[-1] + self.spare_rows
+        others = {min(rows, most) for rows in _FEW_ROWS if rows > empty.reqs}
+        return empty, *(PaddedSize.ragged(n, tokens, self.pad_len) for n in sorted(others))
 
     def full(self, tokens: int) -> PaddedSize:
         """The same of as many rows as a ragged step may have."""
