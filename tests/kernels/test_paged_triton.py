@@ -588,7 +588,7 @@ def test_a_workspace_of_narrower_heads_is_refused_where_short_requests_have_spli
     monkeypatch.setattr(splits, "_MOST_SPLIT_ROWS", 100)
     case = make_case(FEW, SHAPES["gqa4-128-bf16"], seed=20)
     narrow = split_workspace(6, [(4, 1)], v_head_dim=16, device=CPU)
-    with pytest.raises(KernelArgumentError, match="workspace.partial_out must be contiguous"):
+    with pytest.raises(KernelArgumentError, match=r"workspace\.partial_out must be contiguous"):
         run_extend(case, workspace=narrow)
 
 
