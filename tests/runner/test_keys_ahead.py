@@ -43,7 +43,7 @@ def test_a_size_of_each_power_of_two_and_each_sampler_once(parts: Parts) -> None
     decodes = [(reqs, 1, None, False, GREEDY) for reqs in (1, 2, 4, 8)]
     samplers = [(8, 1, None, False, tier) for tier in WIDER]
     few = [(reqs, tokens) for tokens in (16, 32, 48) for reqs in (1, 4, 9)]
-    shapes = [*few, (1, longest), (9, 16), (9, 48)]
+    shapes = [*few, (1, longest), (4, longest), (9, 16), (9, 48)]
     ragged = [(reqs, None, tokens, False, GREEDY) for reqs, tokens in shapes]
     keys = GraphKeys(parts, SIZES).ahead()
     masked = [(8, 1, None, False, tier) for tier in MASKED]

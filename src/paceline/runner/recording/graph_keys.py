@@ -68,7 +68,7 @@ class GraphKeys:
         if self.ragged_tokens:
             powers = _one_per_power(self._sizes.tokens)
             ragged = [size for tokens in powers for size in self._sizes.few(tokens)]
-            ragged.append(PaddedSize.ragged(1, longest))
+            ragged += [PaddedSize.ragged(size.reqs, longest) for size in ragged[:2]]
             ragged += [self._sizes.full(self._sizes.tokens[index]) for index in (0, -1)]
             seen = [MaskKind.CAUSAL]
             if self._parts.table.block_ends is not None:
