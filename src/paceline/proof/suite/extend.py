@@ -123,7 +123,7 @@ def mixed_cases() -> tuple[Case, ...]:
         _many(17, 70),
         _many_queries_and_decodes(),
         *full(
-            _many(130, 150),
+            _many(130, 150, num_kv_heads=5),  # so many that none has splits
             ragged_case(base, "chunks-first", ((16, 16), (0, 9), (31, 1), (40, 1))),
             # Keys of which a short request has splits, beside more rows than have any.
             ragged_case(base, "long-decodes", ((900, 1), (0, 140), (500, 2), (33, 3))),
@@ -135,9 +135,10 @@ def mixed_cases() -> tuple[Case, ...]:
     )
 
 
-def _many(requests: int, longest: int) -> Case:
+def _many(requests: int, longest: int, *, num_kv_heads: int = 1) -> Case:
     """More requests than a block of them, and one that brings more tokens than a tile of rows."""
-    base = replace(base_case(ForwardMode.MIXED), num_heads=2, num_kv_heads=1)
+    heads = max(2, num_kv_heads)
+    base = replace(base_case(ForwardMode.MIXED), num_heads=heads, num_kv_heads=num_kv_heads)
     short = [(1 + 7 * row % 23, 1 + row % 3 // 2) for row in range(1, requests)]
     rows = (*short[: requests // 2], (5, longest), *short[requests // 2 :])
     return ragged_case(base, f"many{requests}", rows)
