@@ -9,6 +9,7 @@ import torch
 from operators import Operators
 from torch import Tensor
 
+from paceline.core.gpus import GPUS
 from paceline.kernels.linear import (
     LEAST_ADDED,
     add_linear,
@@ -23,6 +24,7 @@ from paceline.kernels.openblas import fits_openblas, openblas_linear, set_num_th
 from paceline.kernels.stand_in import StandIn
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement, empty_matrix
+from paceline.plan.memory.rehearsal import Allocations
 from paceline.runner.recording.recorded import RecordedGraph
 
 TOKENS = [0, 1, 2, 3, 4, 7, 16, 33, 64]
@@ -229,8 +231,7 @@ def test_a_recorded_product_is_added_to_what_the_stream_is_then() -> None:
 def test_many_tokens_are_added_in_place_on_hopper() -> None:
     def fits(tokens=LEAST_ADDED, dtype=torch.bfloat16, arch=(9, 0)) -> bool:
         with StandIn("cpu" if arch is None else "cuda", 132, arch):
-            x = torch.empty(tokens, 128, device="meta", dtype=dtype)
-            return fits_add_linear(x, torch.empty(64, 128, device="meta", dtype=dtype))
+            return fits_add_linear(torch.empty(tokens, 128, device="meta", dtype=dtype))
 
     assert fits()
     assert fits(dtype=torch.float16)
@@ -240,9 +241,10 @@ def test_many_tokens_are_added_in_place_on_hopper() -> None:
     assert not fits(arch=None)
 
 
-def test_a_stand_in_adds_in_place() -> None:
-    with StandIn("cuda", 132, (9, 0)):
-        x, weight, stream = (
-            torch.empty(shape, device="meta") for shape in ((3, 4), (5, 4), (3, 5))
-        )
+def test_a_product_in_the_stream_is_rehearsed_without_memory_of_its_own() -> None:
+    x, weight, stream = (torch.empty(shape, device="meta") for shape in ((3, 4), (5, 4), (3, 5)))
+    with Allocations(GPUS["h200"]) as seen:
         add_linear(x, weight, stream)
+        assert seen.total == 0
+        stream += linear(x, weight, None)
+    assert seen.total == stream.nbytes

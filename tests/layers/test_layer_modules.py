@@ -128,7 +128,7 @@ def test_what_an_mlp_leaves_is_added_by_the_norm_behind_it(
     fits: str, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Left where somebody behind adds it; of some rows, too."""
-    monkeypatch.setattr(dense, fits, lambda x, weight: True)
+    monkeypatch.setattr(dense, fits, lambda *operands: True)
     layer = filled(GatedMLP(6, 8, activation="silu", bias=False, parallel=PARALLEL, placement=CPU))
     norm = filled(RMSNorm(6, 1e-6, placement=CPU))
     x, residual = torch.randn(5, 6), torch.randn(5, 6)
@@ -177,7 +177,7 @@ def test_a_layers_products_are_in_the_stream_that_it_hands_on(
 
 def test_a_bias_is_added_to_a_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
     for fits in ("fits_parts", "fits_add_linear"):
-        monkeypatch.setattr(dense, fits, lambda x, weight: True)
+        monkeypatch.setattr(dense, fits, lambda *operands: True)
     layer = filled(GatedMLP(6, 8, activation="silu", bias=True, parallel=PARALLEL, placement=CPU))
     leave_sums(layer.down)
     assert isinstance(layer(torch.randn(5, 6)), Tensor)

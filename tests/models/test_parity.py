@@ -84,14 +84,14 @@ def test_products_that_are_left_give_the_same(
 ) -> None:
     """Taken wherever a norm stands behind, which adds them; of hidden states that are tapped or
     read, too.  each: products of a layer."""
-    taken: list[Tensor] = []
+    taken: list[tuple[Tensor, ...]] = []
 
     def forward(*taps: str, read: Tensor | None = None) -> Hidden:
         ctx = FakeContext(pair.config, pair.ours.attention_sinks())
         return pair.ours(pair.prompt, torch.arange(PROMPT_LEN), ctx, taps, read=read)
 
-    def take(x: Tensor, weight: Tensor) -> bool:
-        taken.append(weight)
+    def take(*operands: Tensor) -> bool:
+        taken.append(operands)
         return True
 
     whole = forward(*pair.ours.decoder.tap_names)

@@ -21,6 +21,7 @@ from paceline.core.parallel import Parallel, Span, of_rank, rank_sizes
 from paceline.kernels.all_reduce import Exchange, open_exchange
 from paceline.kernels.custom_op import DispatchMode
 from paceline.layers.rank_sum import RankSum
+from paceline.layers.weights import dense
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
 from paceline.models.causal_lm import CausalLM
@@ -310,6 +311,13 @@ def test_sums_are_left_to_norms_that_add_them_as_they_are(case: str, left: bool)
     model = ranks_of(config, 2, stored_for(build(config, Parallel())))[0]
     sums = [module for module in model.modules() if isinstance(module, RankSum)]
     assert [each.is_left for each in sums] == [left] * (2 * config.num_layers)
+
+
+def test_ranks_leave_no_products_to_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But sums, whose parts are whole products, also where one process would leave these."""
+    monkeypatch.setattr(dense, "fits_add_linear", lambda x: True)
+    config, (stored, expected) = config_of("llama-gqa2-untied"), alone("llama-gqa2-untied")
+    require_equal(together(ranks_of(config, 2, stored), config), expected)
 
 
 def test_ranks_cache_their_heads_and_all_of_every_latent() -> None:

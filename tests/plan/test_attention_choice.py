@@ -123,6 +123,8 @@ def test_a_library_that_is_not_installed_is_not_chosen_but_may_be_asked_for(
 def test_a_hopper_gpu_takes_flash_attention_3_for_prompts_where_it_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    table = *times("prefill", triton=200.0, fa3=100.0), *times("decode", triton=30.0, fa3=31.0)
+    monkeypatch.setattr(registry, "package_table", lambda: table)
     for installed, taken in (({"sglang-kernel"}, "fa3+triton"), (set(), "triton")):
         monkeypatch.setattr(
             registry, "installed_version", lambda name, has=installed: name in has or None

@@ -12,6 +12,7 @@ from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import EngineOptions, known
 from paceline.core.request.sampling_params import SamplerTier
+from paceline.kernels.linear import LEAST_ADDED
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 from paceline.models.config import parse_config
@@ -28,6 +29,7 @@ from paceline.plan.memory.rehearsal import (
     steps_held,
 )
 from paceline.plan.speculation import Speculation
+from paceline.runner.extents import PaddedSize
 from paceline.runner.recording.graphs import AHEAD
 from paceline.runner.runner_config import RunnerConfig
 
@@ -82,6 +84,17 @@ def test_the_plan_is_a_rehearsal_with_the_backend_that_runs(model, asked, where,
     assert seen.workspace == fit.workspace_bytes
     config = parse_config(locate(folder).config)
     assert steps_held(seen.parts, config, largest_steps(limits), device) == fit.activations_bytes
+
+
+@pytest.mark.parametrize("tokens", [LEAST_ADDED - 1, LEAST_ADDED])
+def test_the_plan_has_what_products_take_that_are_not_made_into_the_stream(tokens, tmp_path):
+    """Of fewer tokens than the longest step, which needs less."""
+    folder = shallow(tmp_path, "llama-3.1-8b")
+    asked = {"algorithm": "off", "max_num_batched_tokens": LEAST_ADDED, "max_num_seqs": 1}
+    seen, limits, fit = rehearsed(folder, H200, "triton", asked)
+    step = replace(largest_steps(limits)[0], size=PaddedSize.ragged(1, tokens))
+    config = parse_config(locate(folder).config)
+    assert steps_held(seen.parts, config, [step], H200) <= fit.activations_bytes
 
 
 DRAFTERS = {

@@ -61,9 +61,9 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def fits_add_linear(x: Tensor, weight: Tensor) -> bool:
+def fits_add_linear(x: Tensor) -> bool:
     """Whether `add_linear`, and a norm of the sum, is faster than a norm that adds a product to it;
-    shapes and dtypes only.  x: [tokens, in]; weight: [out, in]."""
+    shape and dtype only.  x: [tokens, in]."""
     has_16_bits = x.dtype in (torch.bfloat16, torch.float16)
     return is_hopper(x.device) and has_16_bits and x.shape[0] >= LEAST_ADDED
 

@@ -1,12 +1,14 @@
-"""RankSum: a block of which each rank computes a part, and the sum of the parts; `mean_squares`, of
-rows of which each holds a part.
+"""What blocks return and a stream is given (`Delta`), and how: `total`, `add_`, `rows_of`.
 
-One process computes the whole, and has no RankSum: it runs no operation of it, and asks nothing.
+RankSum: a block of which each rank computes a part, and the sum of the parts; `mean_squares`, of
+rows of which each holds a part.  One process computes the whole, and has no RankSum: it runs no
+operation of it, and asks nothing.
 
 A layer whose norms add up what its blocks return leaves the sum to them (`leave_sums`): then a
 block returns an `Unsummed`, and `RMSNorm.add` sums, adds and normalises in one operation.  So it
 does with an `Unscaled`.  Of one process a `GatedMLP` leaves the parts of its last product, where
-that is computed in parts, and each block a last product that is faster made into the stream.
+that is computed in parts, and a block the whole of it, a `Product`, where that is faster made into
+the stream: `HiddenStream.settled` does so before a norm reads it.
 """
 
 from collections.abc import Sequence
@@ -108,8 +110,8 @@ def rows_of(x: Delta, rows: Tensor) -> Delta:
 
 
 def leave_sums(*last: Any) -> None:
-    """Have the last operations of blocks, each a RankSum or a Linear, return an `Unsummed`, for
-    `RMSNorm.add`, where that is faster."""
+    """Have the last operations of blocks return an `Unsummed`, where that is faster: a RankSum and
+    a GatedMLP's Linear parts for `RMSNorm.add`, a Linear a `Product` for `HiddenStream.settled`."""
     for operation in last:
         operation.is_left = True
 

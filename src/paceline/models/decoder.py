@@ -16,7 +16,7 @@ from paceline.core.model.config import ModelConfig
 from paceline.layers.attention import StepContext
 from paceline.layers.decoders.decoder_layer import DecoderLayer
 from paceline.layers.embedding import Embedding, OverlaidRows
-from paceline.layers.rank_sum import Delta, add_
+from paceline.layers.rank_sum import Delta, total
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
 from paceline.layers.weights.weight_format import Named, wholly
@@ -84,7 +84,11 @@ class Decoder(nn.Module):
             rows = early if index == last else None
             delta, residual = layer(delta, residual, positions, ctx, rows)
             if taps and f"layer.{index}" in taps:
-                tapped[f"layer.{index}"], delta = add_(residual, delta).clone(), None
+                if delta is None:
+                    tapped[f"layer.{index}"] = residual.clone()
+                else:
+                    delta = total(delta)
+                    tapped[f"layer.{index}"] = residual + delta
         hidden = self.norm.add(delta, residual)
         if "final" in taps:
             tapped["final"] = hidden

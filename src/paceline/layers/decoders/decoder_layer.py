@@ -10,7 +10,7 @@ from paceline.layers.rank_sum import Delta, Product, add_, rows_of
 
 
 class HiddenStream(NamedTuple):
-    """What a layer hands on; the two are not added yet."""
+    """What a layer hands on: the sum of the two, which is made by who reads it."""
 
     delta: Delta  # [rows, hidden]  of its last block, where the stream has that not yet
     residual: Tensor  # [rows, hidden]  the stream before that

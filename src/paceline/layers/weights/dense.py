@@ -110,7 +110,7 @@ class DenseLinear(LinearFormat[DenseMatrix]):
         return linear_parts(x, weight.weight)
 
     def weight_to_add(self, x: Tensor, weight: DenseMatrix) -> Tensor | None:
-        if weight.bias is not None or not fits_add_linear(x, weight.weight):
+        if weight.bias is not None or not fits_add_linear(x):
             return None
         return weight.weight
 

@@ -27,6 +27,7 @@ from paceline.core.request.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.all_reduce import Exchange
 from paceline.kernels.custom_op import scratch_sizes
+from paceline.kernels.linear import LEAST_ADDED
 from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
 from paceline.models.size import META, empty_exchange, empty_model, weight_bytes
@@ -204,9 +205,9 @@ class RehearsedStep:
 
 
 def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list[RehearsedStep]:
-    """The largest steps with the widest sampler: a ragged one, a prompt that is scored, where
-    latents are expanded another ragged one, and where somebody drafts a round, of at most
-    `max_drafting` requests."""
+    """The largest steps with the widest sampler: a ragged one, the longest whose products have
+    memory of their own, a prompt that is scored, where latents are expanded another ragged one, and
+    where somebody drafts a round, of at most `max_drafting` requests."""
     wide = SamplerTier.PLUG_INS if limits.logits_processors else SamplerTier.BY_ROW
     ragged = PaddedSize.ragged(limits.padded_reqs, limits.max_tokens)
     overlay = limits.overlay_slots > 0
@@ -218,6 +219,8 @@ def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list
         masked=True,
         has_overlay=overlay,
     )
+    longest = min(limits.max_tokens, LEAST_ADDED - 1)
+    apart = replace(shape, size=PaddedSize.ragged(min(limits.padded_reqs, longest), longest))
     scored = min(limits.max_tokens, limits.context_len)
     prompt = replace(shape, size=PaddedSize.ragged(1, limits.max_tokens), scored=scored)
     expanded = []
@@ -226,7 +229,7 @@ def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list
         whole = whole_step(limits.max_tokens, num_pieces=2)
         expanded = [replace(shape, mask=MaskKind.CAUSAL, expansion=whole)]
     rounds = _rounds(limits, shape, limits.max_running, max_drafting)
-    return [shape, prompt, *expanded, *rounds]
+    return [shape, *([] if apart == shape else [apart]), prompt, *expanded, *rounds]
 
 
 def largest_graphs(limits: RunnerConfig, max_drafting: int | None = None) -> list[RehearsedStep]:
