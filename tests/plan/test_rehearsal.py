@@ -88,13 +88,13 @@ def test_the_plan_is_a_rehearsal_with_the_backend_that_runs(model, asked, where,
 
 @pytest.mark.parametrize("tokens", [LEAST_ADDED - 1, LEAST_ADDED])
 def test_the_plan_has_what_products_take_that_are_not_made_into_the_stream(tokens, tmp_path):
-    """Of fewer tokens than the longest step, which needs less."""
+    """Of fewer tokens than the longest step, which needs less; before a prompt is scored."""
     folder = shallow(tmp_path, "llama-3.1-8b")
     asked = {"algorithm": "off", "max_num_batched_tokens": LEAST_ADDED, "max_num_seqs": 1}
     seen, limits, fit = rehearsed(folder, H200, "triton", asked)
-    step = replace(largest_steps(limits)[0], size=PaddedSize.ragged(1, tokens))
-    config = parse_config(locate(folder).config)
-    assert steps_held(seen.parts, config, [step], H200) <= fit.activations_bytes
+    steps, config = largest_steps(limits), parse_config(locate(folder).config)
+    steps.insert(1, replace(steps[0], size=PaddedSize.ragged(1, tokens)))
+    assert steps_held(seen.parts, config, steps, H200) == fit.activations_bytes
 
 
 DRAFTERS = {
