@@ -67,14 +67,34 @@ def assert_matches(
     assert worst_error(case, wrong, prefix_only=prefix_only) > 1.0
 
 
-def splits_by_length(tiles: Sequence[int], shares: int, min_tiles: int) -> list[int]:
-    """The splits of requests with so many tiles of keys: none has more than one and a half of
-    `shares` equal ones of all; where none has two, and the mean as much but for a tile, each has
-    one split."""
-    most = max(min_tiles, math.ceil(1.5 * sum(tiles) / shares))
-    if max(tiles) * shares < 2 * sum(tiles) and len(tiles) * (most - 1) < sum(tiles):
-        most = max(tiles)
-    return [max(1, math.ceil(count / most)) for count in tiles]
+def slots_by_length(
+    tiles: Sequence[int], at_once: int, slots: int, min_tiles: int
+) -> tuple[list[int], list[int]]:
+    """(the first slot, how many) of the splits of requests with so many tiles of keys: at most
+    `at_once`, or `slots` where one of those had more than two equal shares.  Splits that are
+    fuller, by fifths, have slots before others.
+    """
+
+    def splits_of(most: int) -> list[int]:
+        return [max(1, math.ceil(count / most)) for count in tiles]
+
+    total, room = sum(tiles), at_once
+    most = max(2 * total // at_once, min_tiles)
+    if sum(splits_of(most)) > room:
+        room, most = slots, math.ceil(total / max(1, slots - len(tiles)))
+    most = min(most, max(tiles))
+    least = max(math.ceil(total / room), min_tiles)
+    while most - least > least // 8:
+        middle = (least + most) // 2
+        fits = sum(splits_of(middle)) <= room
+        least, most = (least, middle) if fits else (middle + 1, most)
+    if most >= max(tiles):
+        return list(range(len(tiles))), [1] * len(tiles)
+    splits = splits_of(most)
+    lacks = [min(3, 5 - math.ceil(5 * n / (most * s))) for n, s in zip(tiles, splits, strict=True)]
+    order = sorted(range(len(tiles)), key=lambda req: lacks[req])
+    firsts = {req: sum(splits[each] for each in order[:at]) for at, req in enumerate(order)}
+    return [firsts[req] for req in range(len(tiles))], splits
 
 
 def assert_merged(partial_lse: Tensor, firsts: Sequence[int], live: Sequence[int]) -> None:
