@@ -68,26 +68,32 @@ def assert_matches(
 
 
 def slots_by_length(
-    tiles: Sequence[int], at_once: int, slots: int, min_tiles: int
+    tiles: Sequence[int], turn: int, slots: int, min_tiles: int
 ) -> tuple[list[int], list[int]]:
-    """(the first slot, how many) of the splits of requests with so many tiles of keys: at most
-    `at_once`, or `slots` where one of those had more than two equal shares.  Splits that are
-    fuller, by fifths, have slots before others.
+    """(the first slot, how many) of the splits of requests with so many tiles of keys: in as few
+    turns as hold those of more than one, or `slots` of all where a split of these had more than two
+    equal shares.  Splits that are fuller, by fifths, have slots before others.
     """
 
     def splits_of(most: int) -> list[int]:
         return [max(1, math.ceil(count / most)) for count in tiles]
 
-    total, room = sum(tiles), at_once
-    most = max(2 * total // at_once, min_tiles)
-    if sum(splits_of(most)) > room:
-        room, most = slots, math.ceil(total / max(1, slots - len(tiles)))
+    total, live = sum(tiles), sum(count > 1 for count in tiles)
+    short = len(tiles) - live
+    turns = math.ceil(max(live, 1) / turn) * turn
+    most = max(2 * total // turns, min_tiles)
+    if most < max(tiles) and sum(splits_of(most)) > turns + short:
+        turns, most = slots - short, math.ceil(total / max(1, slots - len(tiles)))
     most = min(most, max(tiles))
-    least = max(math.ceil(total / room), min_tiles)
-    while most - least > least // 8:
+    least = max(math.ceil(total / turns), min_tiles)
+    while most - least > least // 8 and most > 1:
         middle = (least + most) // 2
-        fits = sum(splits_of(middle)) <= room
-        least, most = (least, middle) if fits else (middle + 1, most)
+        if sum(splits_of(middle)) <= turns + short:
+            most = middle
+        else:
+            least = middle + 1
+    if max(splits_of(max(most, 1))) == 1:
+        most = max(tiles)
     if most >= max(tiles):
         return list(range(len(tiles))), [1] * len(tiles)
     splits = splits_of(most)

@@ -65,9 +65,9 @@ def paged_decode(
         in_one_warp=takes_one_warp(q, cache.k, cache.v),
         device=q.device,
     )
-    partials, at_once = num_reqs * splits, None
+    partials, turn = num_reqs * splits, None
     if slots is not None:
-        at_once, splits = slots
+        turn, splits = slots
         partials = splits
     chunks = 0
     if shared is not None and slots is not None and weighing.most_keys is None:
@@ -80,7 +80,7 @@ def paged_decode(
     _PAGED_DECODE(
         *call.flat(),
         splits,
-        at_once,
+        turn,
         None if found is None else found.shared_lens,
         None if found is None else found.places,
         chunks,
@@ -94,7 +94,7 @@ def _launch(*args: Any) -> None:
     require_triton("paged_decode", otherwise="choose the torch attention backend")
     from paceline.kernels._triton.paged_decode import launch_paged_decode
 
-    call, (splits, at_once, shared_lens, places, chunks, out, lse, finished) = PagedCall.taken(args)
+    call, (splits, turn, shared_lens, places, chunks, out, lse, finished) = PagedCall.taken(args)
     workspace = SplitWorkspace(partial_out=out, partial_lse=lse, finished=finished)
     if places is not None:
         from paceline.kernels._triton.shared_prefix import launch_shared
@@ -110,12 +110,12 @@ def _launch(*args: Any) -> None:
             chunks=chunks,
         )
     launch_paged_decode(
-        call, workspace, splits=splits, at_once=at_once, shared_lens=shared_lens, chunks=chunks
+        call, workspace, splits=splits, turn=turn, shared_lens=shared_lens, chunks=chunks
     )
 
 
 _PAGED_DECODE = define_op(
-    f"paged_decode({SCHEMA}, int splits, int? at_once, Tensor? shared_lens, Tensor? places, "
+    f"paged_decode({SCHEMA}, int splits, int? turn, Tensor? shared_lens, Tensor? places, "
     "int chunks, Tensor(c!) partial_out, Tensor(d!) partial_lse, Tensor(e!) finished) -> ()",
     cpu=_launch,
     cuda=_launch,

@@ -70,9 +70,10 @@ def decode_slots(
     in_one_warp: bool,
     device: torch.device,
 ) -> tuple[int, int] | None:
-    """(splits of as few turns of all multiprocessors as hold the requests, and of half a turn more)
-    of a decode whose requests have theirs by length; None where they are so few that each has as
-    many.
+    """(splits that are worked on at once, the most of all requests) of a decode whose requests have
+    theirs by length; None where they are so few that each has as many.
+
+    The most: as few turns as hold the requests, and one more, but no more than one for each.
     """
     num_sms = multiprocessors(device)
     splits = _decode_splits(num_reqs * num_kv_heads, num_sms)
@@ -84,8 +85,7 @@ def decode_slots(
 def _slots(num_reqs: int, num_kv_heads: int, num_sms: int, *, in_one_warp: bool) -> tuple[int, int]:
     per_sm = _ONE_WARP_PROGRAMS_PER_SM if in_one_warp else _MOST_PROGRAMS_PER_SM
     turn = max(1, per_sm * num_sms // num_kv_heads)
-    at_once = -(-num_reqs // turn) * turn
-    return at_once, at_once + turn // 2
+    return turn, -(-num_reqs // turn) * turn + min(num_reqs, turn)
 
 
 def takes_one_warp(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
