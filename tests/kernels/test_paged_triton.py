@@ -237,6 +237,8 @@ def case_without_splits(lens: tuple[int, ...]) -> tuple[PagedCase, tuple[Tensor,
         (112, 112, 208),
         (112, 80, 96, 80),
         (16, 208, 48, 80, 112),
+        (208, 32, 32),
+        (208, 32, 5, 48, 32, 16),
         (0, 0, 0),
     ],
 )
