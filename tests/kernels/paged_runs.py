@@ -67,14 +67,40 @@ def assert_matches(
     assert worst_error(case, wrong, prefix_only=prefix_only) > 1.0
 
 
-def splits_by_length(tiles: Sequence[int], shares: int, min_tiles: int) -> list[int]:
-    """The splits of requests with so many tiles of keys: none has more than one and a half of
-    `shares` equal ones of all; where none has two, and the mean as much but for a tile, each has
-    one split."""
-    most = max(min_tiles, math.ceil(1.5 * sum(tiles) / shares))
-    if max(tiles) * shares < 2 * sum(tiles) and len(tiles) * (most - 1) < sum(tiles):
+def slots_by_length(
+    tiles: Sequence[int], turn: int, slots: int, min_tiles: int
+) -> tuple[list[int], list[int]]:
+    """(the first slot, how many) of the splits of requests with so many tiles of keys: in as few
+    turns as hold those of more than one, or `slots` of all where a split of these had more than two
+    equal shares.  Splits that are fuller, by fifths, have slots before others.
+    """
+
+    def splits_of(most: int) -> list[int]:
+        return [max(1, math.ceil(count / most)) for count in tiles]
+
+    total, live = sum(tiles), sum(count > 1 for count in tiles)
+    short = len(tiles) - live
+    turns = math.ceil(max(live, 1) / turn) * turn
+    most = max(2 * total // turns, min_tiles)
+    if most < max(tiles) and sum(splits_of(most)) > turns + short:
+        turns, most = slots - short, math.ceil(total / max(1, slots - len(tiles)))
+    most = min(most, max(tiles))
+    least = max(math.ceil(total / turns), min_tiles)
+    while most - least > least // 8 and most > 1:
+        middle = (least + most) // 2
+        if sum(splits_of(middle)) <= turns + short:
+            most = middle
+        else:
+            least = middle + 1
+    if max(splits_of(max(most, 1))) == 1:
         most = max(tiles)
-    return [max(1, math.ceil(count / most)) for count in tiles]
+    if most >= max(tiles):
+        return list(range(len(tiles))), [1] * len(tiles)
+    splits = splits_of(most)
+    lacks = [min(3, 5 - math.ceil(5 * n / (most * s))) for n, s in zip(tiles, splits, strict=True)]
+    order = sorted(range(len(tiles)), key=lambda req: lacks[req])
+    firsts = {req: sum(splits[each] for each in order[:at]) for at, req in enumerate(order)}
+    return [firsts[req] for req in range(len(tiles))], splits
 
 
 def assert_merged(partial_lse: Tensor, firsts: Sequence[int], live: Sequence[int]) -> None:

@@ -267,7 +267,7 @@ TARGETS = (
     ),
     Target(
         "kernels/_triton/paged_decode.py",
-        ("_at_slot",),
+        ("_splits_of", "_at_slot"),
         Killers(
             (),
             (
