@@ -72,30 +72,30 @@ def slots_by_length(
 ) -> tuple[list[int], list[int]]:
     """(the first slot, how many) of the splits of requests with so many tiles of keys: in as few
     turns as hold those of more than one, or `slots` of all where a split of these had more than two
-    equal shares.  Splits that are fuller, by fifths, have slots before others.
+    equal shares.  Splits that are fuller, by fifths, have slots before others.  One each, in order,
+    where nobody has more than two shares of a turn, or halves of all but the shorter are too many.
     """
 
     def splits_of(most: int) -> list[int]:
         return [max(1, math.ceil(count / most)) for count in tiles]
 
-    total, live = sum(tiles), sum(count > 1 for count in tiles)
+    total, longest, live = sum(tiles), max(tiles), sum(count > 1 for count in tiles)
     short = len(tiles) - live
     turns = math.ceil(max(live, 1) / turn) * turn
     most = max(2 * total // turns, min_tiles)
-    if most < max(tiles) and sum(splits_of(most)) > turns + short:
-        turns, most = slots - short, math.ceil(total / max(1, slots - len(tiles)))
-    most = min(most, max(tiles))
+    room = turns - sum(count - (longest - 2) for count in tiles if count > 1)
+    if longest <= most and (live <= turn or room < 0):
+        return list(range(len(tiles))), [1] * len(tiles)
+    if sum(splits_of(most)) > turns + short:
+        turns, most = slots - short, math.ceil(total / (slots - len(tiles)))
+    most = min(most, longest)
     least = max(math.ceil(total / turns), min_tiles)
-    while most - least > least // 8 and most > 1:
+    while most - least > least // 8:
         middle = (least + most) // 2
         if sum(splits_of(middle)) <= turns + short:
             most = middle
         else:
             least = middle + 1
-    if max(splits_of(max(most, 1))) == 1:
-        most = max(tiles)
-    if most >= max(tiles):
-        return list(range(len(tiles))), [1] * len(tiles)
     splits = splits_of(most)
     lacks = [min(3, 5 - math.ceil(5 * n / (most * s))) for n, s in zip(tiles, splits, strict=True)]
     order = sorted(range(len(tiles)), key=lambda req: lacks[req])

@@ -343,6 +343,29 @@ def case_without_splits(lens: tuple[int, ...]) -> tuple[PagedCase, tuple[Tensor,
     ],
 )
 def test_splits_by_length_give_the_same(lens: tuple[int, ...], turn: int, min_tiles: int) -> None:
+    assert_splits_change_nothing(lens, turn, min_tiles)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "turn", "min_tiles"),
+    [
+        ((0, 2), 1, 1),
+        ((2, 0, 2), 1, 1),
+        ((4, 3, 1, 5), 1, 2),
+        ((2, 7, 8), 2, 1),
+        ((9, 8, 2), 2, 1),
+        ((17, 19, 2, 10, 1, 5, 4, 6), 4, 3),
+    ],
+    ids=["a turn is full", "padding", "just even", "an eighth", "a ninth", "more than a turn"],
+)
+def test_splits_at_the_ends_of_their_rule_give_the_same(
+    tiles: tuple[int, ...], turn: int, min_tiles: int
+) -> None:
+    """Each of other slots by a rule that is a little off."""
+    assert_splits_change_nothing(tuple(16 * count for count in tiles), turn, min_tiles)
+
+
+def assert_splits_change_nothing(lens: tuple[int, ...], turn: int, min_tiles: int) -> None:
     case, (whole, whole_lse) = case_without_splits(lens)
     out, lse = run_splits(case, 0, min_tiles, turn=turn)
     live = torch.tensor(lens) > 0

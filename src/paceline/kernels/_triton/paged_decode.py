@@ -15,8 +15,9 @@ the same, there are as many as were launched.  The fuller ones come first: whoev
 short one takes of the rest.  Worked example, turns of 4 slots, 7 launched, BLOCK_KEYS 64, MIN_TILES
 1, kv_lens 100, 900, 200 in 2, 15 and 4 tiles: 2 * 21 // 4 tiles give 1, 2 and 1 splits, and so do
 8, but 7 five.  The first two slots are of the second request, then comes the third, which has half
-of 8, then the first; programs of further slots leave at once.  Where no request has more than one
-split, as with equal lengths, slot n is request n, uncounted.
+of 8, then the first; programs of further slots leave at once.  Where one turn holds the requests
+and none has more than two shares of it, or more turns hold no halves, as with equal lengths, slot n
+is request n, uncounted.
 
 Of a prefix that many requests share (kernels/paged_attention/shared_prefix.py) the keys were
 attended to before: here they count for no length, and who finishes a request adds what they gave.
@@ -159,21 +160,11 @@ def _at_slot(
     others = BLOCK_REQS - live  # rows, of one split each: those of padding leave at once
     turns = tl.cdiv(tl.maximum(live, 1), turn) * turn
     most = tl.maximum(2 * total // turns, MIN_TILES)
-    if tl.sum(_splits_of(tiles, most), axis=0) > turns + others:
-        turns = slots - num_reqs + live
-        most = tl.cdiv(total, tl.maximum(slots - num_reqs, 1))
-    most = tl.minimum(most, largest)
-    least = tl.maximum(tl.cdiv(total, turns), MIN_TILES)
-    if total - (num_reqs - live) + live * (2 - largest) > turns:
-        least = largest  # so many are the longest that they have no room for halves
-    while most - least > least // 8:
-        middle = (least + most) // 2
-        if tl.sum(_splits_of(tiles, middle), axis=0) <= turns + others:
-            most = middle
-        else:
-            least = middle + 1
+    fits = live <= turn
+    # So many are the longest, or a tile shorter, that they have no room for halves.
+    is_even = total - (num_reqs - live) + live * (2 - largest) > turns
     shared_len = 0
-    if largest <= most:
+    if (largest <= most) & (fits | is_even):
         # One split each: the slot is the request, and there is nothing to count.
         is_live = slot < num_reqs
         kv_len = tl.load(kv_lens_ptr + slot, mask=is_live, other=0)
@@ -181,6 +172,17 @@ def _at_slot(
             shared_len = tl.load(shared_lens_ptr + slot, mask=is_live, other=0)
         req, first_slot, live_splits = slot, slot, is_live.to(tl.int32)
     else:
+        if tl.sum(_splits_of(tiles, most), axis=0) > turns + others:
+            turns = slots - num_reqs + live
+            most = tl.cdiv(total, slots - num_reqs)
+        most = tl.minimum(most, largest)
+        least = tl.maximum(tl.cdiv(total, turns), MIN_TILES)
+        while most - least > least // 8:
+            middle = (least + most) // 2
+            if tl.sum(_splits_of(tiles, middle), axis=0) <= turns + others:
+                most = middle
+            else:
+                least = middle + 1
         splits = _splits_of(tiles, most)
         # Long ones first: slots of four classes, by fifths that they fill, are counted at once.
         fifth, filled = splits * most, 5 * tiles
