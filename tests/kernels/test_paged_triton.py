@@ -349,14 +349,13 @@ def test_splits_by_length_give_the_same(lens: tuple[int, ...], turn: int, min_ti
 @pytest.mark.parametrize(
     ("tiles", "turn", "min_tiles"),
     [
-        ((0, 2), 1, 1),
-        ((2, 0, 2), 1, 1),
-        ((4, 3, 1, 5), 1, 2),
-        ((2, 7, 8), 2, 1),
+        ((6, 16, 15), 2, 2),
+        ((1, 3, 2, 2), 2, 1),
+        ((2, 3, 8, 1, 5), 5, 2),
         ((9, 8, 2), 2, 1),
-        ((17, 19, 2, 10, 1, 5, 4, 6), 4, 3),
+        ((8, 2, 6, 18), 2, 3),
     ],
-    ids=["a turn is full", "padding", "just even", "an eighth", "a ninth", "more than a turn"],
+    ids=["an eighth", "just even", "fifths", "a ninth", "more than a turn"],
 )
 def test_splits_at_the_ends_of_their_rule_give_the_same(
     tiles: tuple[int, ...], turn: int, min_tiles: int
