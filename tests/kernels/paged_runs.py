@@ -71,9 +71,9 @@ def slots_by_length(
     tiles: Sequence[int], turn: int, slots: int, min_tiles: int
 ) -> tuple[list[int], list[int]]:
     """(the first slot, how many) of the splits of requests with so many tiles of keys: in as few
-    turns as hold those of more than one, or `slots` of all where a split of these had more than two
+    turns as hold those of more than one, and one more where a split of these had more than two
     equal shares.  Splits that are fuller, by fifths, have slots before others.  One each, in order,
-    where nobody has more than two shares of a turn, or halves of all but the shorter are too many.
+    where nobody has two shares of a turn, or halves of all but the shorter are too many.
     """
 
     def splits_of(most: int) -> list[int]:
@@ -83,11 +83,12 @@ def slots_by_length(
     short = len(tiles) - live
     turns = math.ceil(max(live, 1) / turn) * turn
     most = max(2 * total // turns, min_tiles)
-    room = turns - sum(count - (longest - 2) for count in tiles if count > 1)
-    if longest <= most and (live <= turn or room < 0):
+    room = turns - (total - short - live * (longest - 2))
+    if longest < most and (live <= turn or room < 0):
         return list(range(len(tiles))), [1] * len(tiles)
     if sum(splits_of(most)) > turns + short:
-        turns, most = slots - short, math.ceil(total / (slots - len(tiles)))
+        turns = min(turns + min(live, turn), slots - short)
+        most = max(min_tiles, math.ceil(total / (turns - live)))
     most = min(most, longest)
     least = max(math.ceil(total / turns), min_tiles)
     while most - least > least // 8:

@@ -349,13 +349,15 @@ def test_splits_by_length_give_the_same(lens: tuple[int, ...], turn: int, min_ti
 @pytest.mark.parametrize(
     ("tiles", "turn", "min_tiles"),
     [
-        ((6, 16, 15), 2, 2),
-        ((1, 3, 2, 2), 2, 1),
-        ((2, 3, 8, 1, 5), 5, 2),
-        ((9, 8, 2), 2, 1),
-        ((8, 2, 6, 18), 2, 3),
+        ((2,), 1, 1),
+        ((2,), 2, 1),
+        ((1, 1, 7, 1, 7, 8), 2, 3),
+        ((2, 6, 8, 5), 6, 1),
+        ((2, 2, 13, 15, 2, 1), 2, 2),
+        ((7, 2, 2, 2, 0), 2, 1),
+        ((2, 2, 2, 7, 2), 5, 4),
     ],
-    ids=["an eighth", "just even", "fifths", "a ninth", "more than a turn"],
+    ids=["alone", "half a turn", "just even", "fifths", "one turn more", "padding", "worth it"],
 )
 def test_splits_at_the_ends_of_their_rule_give_the_same(
     tiles: tuple[int, ...], turn: int, min_tiles: int

@@ -11,13 +11,13 @@ live, split 0 takes [50, 114), split 1 [114, 178), split 2 [178, 200), and split
 Many requests have splits by their lengths, so that nobody waits for the longest: as many as are
 worked on in as few turns as hold the requests, none with more tiles than that takes, to an eighth;
 requests of one tile, as of padding, do not count.  Where a split would have two equal shares all
-the same, there are as many as were launched.  The fuller ones come first: whoever has done with a
-short one takes of the rest.  Worked example, turns of 4 slots, 7 launched, BLOCK_KEYS 64, MIN_TILES
-1, kv_lens 100, 900, 200 in 2, 15 and 4 tiles: 2 * 21 // 4 tiles give 1, 2 and 1 splits, and so do
-8, but 7 five.  The first two slots are of the second request, then comes the third, which has half
-of 8, then the first; programs of further slots leave at once.  Where one turn holds the requests
-and none has more than two shares of it, or more turns hold no halves, as with equal lengths, slot n
-is request n, uncounted.
+the same, there is one turn more, of at most one split for each.  The fuller ones come first:
+whoever has done with a short one takes of the rest.  Worked example, turns of 4 slots, 7 launched,
+BLOCK_KEYS 64, MIN_TILES 1, kv_lens 100, 900, 200 in 2, 15 and 4 tiles: 2 * 21 // 4 tiles give 1, 2
+and 1 splits, and so do 8, but 7 five.  The first two slots are of the second request, then comes
+the third, which has half of 8, then the first; programs of further slots leave at once.  Where one
+turn holds the requests and none has two shares of it, or more turns hold no halves, as with equal
+lengths, slot n is request n, uncounted.
 
 Of a prefix that many requests share (kernels/paged_attention/shared_prefix.py) the keys were
 attended to before: here they count for no length, and who finishes a request adds what they gave.
@@ -164,7 +164,7 @@ def _at_slot(
     # So many are the longest, or a tile shorter, that they have no room for halves.
     is_even = total - (num_reqs - live) + live * (2 - largest) > turns
     shared_len = 0
-    if (largest <= most) & (fits | is_even):
+    if (largest < most) & (fits | is_even):
         # One split each: the slot is the request, and there is nothing to count.
         is_live = slot < num_reqs
         kv_len = tl.load(kv_lens_ptr + slot, mask=is_live, other=0)
@@ -173,8 +173,8 @@ def _at_slot(
         req, first_slot, live_splits = slot, slot, is_live.to(tl.int32)
     else:
         if tl.sum(_splits_of(tiles, most), axis=0) > turns + others:
-            turns = slots - num_reqs + live
-            most = tl.cdiv(total, slots - num_reqs)
+            turns = tl.minimum(turns + tl.minimum(live, turn), slots - num_reqs + live)
+            most = tl.maximum(tl.cdiv(total, turns - live), MIN_TILES)
         most = tl.minimum(most, largest)
         least = tl.maximum(tl.cdiv(total, turns), MIN_TILES)
         while most - least > least // 8:
@@ -420,7 +420,7 @@ def launch_paged_decode(
             head_dim,
             v_head_dim,
             kv_dtype=cache.k.dtype,
-            in_one_warp=turn is not None and takes_one_warp(q, cache.k, cache.v),
+            in_one_warp=takes_one_warp(q, cache.k, cache.v),
             is_alone=is_alone,
             splits=splits if turn is None else 1,
         )

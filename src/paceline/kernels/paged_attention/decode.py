@@ -1,7 +1,7 @@
 """paged_decode: one query per request over its paged keys, split along the keys.
 
 Each program takes one KV head of one request and one split of its keys (many requests have splits
-by their lengths, decision 045), with the whole group of query heads as the rows of one matrix tile;
+by their lengths, decision 145), with the whole group of query heads as the rows of one matrix tile;
 the last split to finish merges all by their log-sum-exp (Dao et al. 2023, "Flash-Decoding").  The
 definition is paged_attention_reference with extend 1.
 """
