@@ -173,7 +173,7 @@ def _decode_launches(
             partial_out=torch.empty(batch * splits, HEADS, DIM, device=DEVICE),
             partial_lse=torch.empty(batch * splits, HEADS, device=DEVICE),
         )
-        launch = partial(launch_paged_decode, splits=splits, shares=None, config=config)
+        launch = partial(launch_paged_decode, splits=splits, turn=None, config=config)
     return [partial(launch, call, workspace) for call in _calls(batch, keys, extend=1)]
 
 

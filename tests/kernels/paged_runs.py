@@ -67,14 +67,41 @@ def assert_matches(
     assert worst_error(case, wrong, prefix_only=prefix_only) > 1.0
 
 
-def splits_by_length(tiles: Sequence[int], shares: int, min_tiles: int) -> list[int]:
-    """The splits of requests with so many tiles of keys: none has more than one and a half of
-    `shares` equal ones of all; where none has two, and the mean as much but for a tile, each has
-    one split."""
-    most = max(min_tiles, math.ceil(1.5 * sum(tiles) / shares))
-    if max(tiles) * shares < 2 * sum(tiles) and len(tiles) * (most - 1) < sum(tiles):
-        most = max(tiles)
-    return [max(1, math.ceil(count / most)) for count in tiles]
+def slots_by_length(
+    tiles: Sequence[int], turn: int, slots: int, min_tiles: int
+) -> tuple[list[int], list[int]]:
+    """(the first slot, how many) of the splits of requests with so many tiles of keys: in as few
+    turns as hold those of more than one, and one more where a split of these had more than two
+    equal shares.  Splits that are fuller, by fifths, have slots before others.  One each, in order,
+    where nobody has two shares of a turn, or halves of all but the shorter are too many.
+    """
+
+    def splits_of(most: int) -> list[int]:
+        return [max(1, math.ceil(count / most)) for count in tiles]
+
+    total, longest, live = sum(tiles), max(tiles), sum(count > 1 for count in tiles)
+    short = len(tiles) - live
+    turns = math.ceil(max(live, 1) / turn) * turn
+    most = max(2 * total // turns, min_tiles)
+    room = turns - (total - short - live * (longest - 2))
+    if longest < most and (live <= turn or room < 0):
+        return list(range(len(tiles))), [1] * len(tiles)
+    if sum(splits_of(most)) > turns + short:
+        turns = min(turns + min(live, turn), slots - short)
+        most = max(min_tiles, math.ceil(total / (turns - live)))
+    most = min(most, longest)
+    least = max(math.ceil(total / turns), min_tiles)
+    while most - least > least // 8:
+        middle = (least + most) // 2
+        if sum(splits_of(middle)) <= turns + short:
+            most = middle
+        else:
+            least = middle + 1
+    splits = splits_of(most)
+    lacks = [min(3, 5 - math.ceil(5 * n / (most * s))) for n, s in zip(tiles, splits, strict=True)]
+    order = sorted(range(len(tiles)), key=lambda req: lacks[req])
+    firsts = {req: sum(splits[each] for each in order[:at]) for at, req in enumerate(order)}
+    return [firsts[req] for req in range(len(tiles))], splits
 
 
 def assert_merged(partial_lse: Tensor, firsts: Sequence[int], live: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from paged_runs import (
     outputs_of,
     run_decode,
     run_extend,
-    splits_by_length,
+    slots_by_length,
     workspace_of,
 )
 from torch import Tensor
@@ -42,7 +42,6 @@ from paceline.kernels.paged_attention import (
 )
 from paceline.kernels.paged_attention.splits import (
     SHORT_ROWS,
-    decode_shares,
     decode_slots,
     takes_one_warp,
 )
@@ -267,10 +266,10 @@ def test_nan_keys_reach_the_output() -> None:
 
 
 def run_splits(
-    case: PagedCase, splits: int, min_tiles: int, *, shares: int | None = None
+    case: PagedCase, splits: int, min_tiles: int, *, turn: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Decode in tiles of 16 keys, dealt to `splits`, each worth `min_tiles`; with `shares` by
-    length, to the slots that these may need."""
+    """Decode in tiles of 16 keys, dealt to `splits`, each worth `min_tiles`; with `turn` by length,
+    in turns of so many."""
     from paceline.kernels._triton.paged_decode import launch_paged_decode
     from paceline.kernels._triton.runtime import SplitConfig
 
@@ -280,14 +279,13 @@ def run_splits(
         math.ceil((length - first_visible(window, max(length - 1, 0))) / 16)
         for length in case.kv_lens.tolist()
     ]
-    if shares is None:
+    if turn is None:
         live = [min(splits, math.ceil(count / min_tiles)) for count in tiles]
         firsts = [splits * req for req in range(num_reqs)]
         rows = splits * num_reqs
     else:
-        live = splits_by_length(tiles, shares, min_tiles)
-        firsts = [sum(live[:req]) for req in range(num_reqs)]
-        rows = splits = decode_slots(num_reqs, shares)
+        rows = splits = math.ceil(num_reqs / turn) * turn + min(num_reqs, turn)
+        firsts, live = slots_by_length(tiles, turn, splits, min_tiles)
     call = case.call()
     partial_lse = torch.full((rows, heads), float("nan"))
     finished = torch.zeros(num_reqs, heads, dtype=torch.int32)
@@ -299,7 +297,7 @@ def run_splits(
     config = SplitConfig(
         block_rows=16, block_keys=16, num_warps=4, num_stages=2, min_tiles=min_tiles
     )
-    launch_paged_decode(call, workspace, splits=splits, shares=shares, config=config)
+    launch_paged_decode(call, workspace, splits=splits, turn=turn, config=config)
     assert not finished.any()
     assert_merged(partial_lse, firsts, live)
     return outputs_of(call)
@@ -325,8 +323,8 @@ def case_without_splits(lens: tuple[int, ...]) -> tuple[PagedCase, tuple[Tensor,
 
 
 @pytest.mark.parametrize(
-    ("shares", "min_tiles"),
-    [(3, 1), (4, 1), (6, 1), (7, 1), (8, 1), (8, 3), (17, 1), (40, 1)],
+    ("turn", "min_tiles"),
+    [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1), (7, 3), (9, 1), (40, 1)],
 )
 @pytest.mark.parametrize(
     "lens",
@@ -338,11 +336,39 @@ def case_without_splits(lens: tuple[int, ...]) -> tuple[PagedCase, tuple[Tensor,
         (97, 97, 97, 97),
         (112, 112, 208),
         (112, 80, 96, 80),
+        (16, 208, 48, 80, 112),
+        (208, 32, 32),
+        (208, 32, 5, 48, 32, 16),
+        (0, 0, 0),
     ],
 )
-def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_tiles: int) -> None:
+def test_splits_by_length_give_the_same(lens: tuple[int, ...], turn: int, min_tiles: int) -> None:
+    assert_splits_change_nothing(lens, turn, min_tiles)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "turn", "min_tiles"),
+    [
+        ((2,), 1, 1),
+        ((2,), 2, 1),
+        ((1, 1, 7, 1, 7, 8), 2, 3),
+        ((2, 6, 8, 5), 6, 1),
+        ((2, 2, 13, 15, 2, 1), 2, 2),
+        ((7, 2, 2, 2, 0), 2, 1),
+        ((2, 2, 2, 7, 2), 5, 4),
+    ],
+    ids=["alone", "half a turn", "just even", "fifths", "one turn more", "padding", "worth it"],
+)
+def test_splits_at_the_ends_of_their_rule_give_the_same(
+    tiles: tuple[int, ...], turn: int, min_tiles: int
+) -> None:
+    """Each of other slots by a rule that is a little off."""
+    assert_splits_change_nothing(tuple(16 * count for count in tiles), turn, min_tiles)
+
+
+def assert_splits_change_nothing(lens: tuple[int, ...], turn: int, min_tiles: int) -> None:
     case, (whole, whole_lse) = case_without_splits(lens)
-    out, lse = run_splits(case, 0, min_tiles, shares=shares)
+    out, lse = run_splits(case, 0, min_tiles, turn=turn)
     live = torch.tensor(lens) > 0
     assert out[~live].eq(0).all()
     torch.testing.assert_close(out[live], whole[live], atol=1e-5, rtol=1e-5)
@@ -365,7 +391,7 @@ def test_slots_of_nobody_look_up_pages_of_a_request_that_there_is(
         return look_up(page_row_ptr, *rest)
 
     monkeypatch.setattr(paged_decode_kernel, "lookup_pages", noted)
-    run_splits(case, 0, 1, shares=40)
+    run_splits(case, 0, 1, turn=20)
     row_bytes = case.page_table.stride(0) * case.page_table.element_size()
     assert sorted(rows) == [min(rows) + row_bytes * req for req in range(4)]
 
@@ -374,8 +400,7 @@ def test_many_programs_are_of_one_warp_each_and_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """9 requests of 2 heads, which count as 16: more than 16 programs for the interpreter's 4
-    processors.  Nobody has more than a share, of one and a half for each request, so one of 200
-    keys among 8 of 20 has splits."""
+    processors.  A turn has 16 splits, so one of 200 keys among 8 of 20 has three."""
     lens = (20,) * 5 + (200,) + (20,) * 3
     batch = BatchSpec(prefix_lens=tuple(n - 1 for n in lens), extend_lens=(1,) * len(lens))
     shape = Shape(num_heads=4, num_kv_heads=2, head_dim=128, v_head_dim=128, dtype=torch.float16)
@@ -397,20 +422,20 @@ def test_many_programs_are_of_one_warp_each_and_give_the_same(
 def test_one_of_many_splits_of_narrow_heads_is_worth_one_tile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def least_tiles(dim: int, splits: int, shares: int | None = None) -> int:
+    def least_tiles(dim: int, splits: int, turn: int | None = None) -> int:
         found: list[int] = []
         monkeypatch.setattr(
             paged_decode_kernel, "launch", lambda *_, **options: found.append(options["MIN_TILES"])
         )
         case = make_case(DECODE, Shape(head_dim=dim, v_head_dim=dim, dtype=torch.half), seed=21)
         paged_decode_kernel.launch_paged_decode(
-            case.call(), workspace_of(case, 3), splits=splits, shares=shares
+            case.call(), workspace_of(case, 3), splits=splits, turn=turn
         )
         return found[0]
 
     assert least_tiles(64, 16) == 1
     assert least_tiles(64, 15) == 3
-    assert least_tiles(64, 16, shares=16) == 3
+    assert least_tiles(64, 16, turn=16) == 3
     assert least_tiles(128, 16) == 3
 
 
@@ -438,10 +463,19 @@ def test_a_request_alone_has_more_warps_and_gives_the_same(
     assert noted == [(4, True), *[(2, False)] * 3]
 
 
-def test_shares_of_programs_of_one_warp_are_half_as_many_again() -> None:
-    asked = {"max_keys": 1000, "device": CPU}
-    assert decode_shares(26, 2, **asked) == 26
-    assert decode_shares(26, 2, **asked, in_one_warp=True) == 39
+def test_slots_are_whole_turns_of_all_processors_and_one_more() -> None:
+    """Four processors hold 16 programs of two warps, 32 of one: 8 and 16 of each KV head."""
+
+    def slots(reqs: int, kv_heads: int = 2, one: bool = False) -> tuple[int, int] | None:
+        return decode_slots(reqs, kv_heads, max_keys=1000, in_one_warp=one, device=CPU)
+
+    assert slots(1) is None
+    assert slots(5) == (8, 13)
+    assert slots(8) == (8, 16)
+    assert slots(9) == (8, 24)
+    assert slots(16, one=True) == (16, 32)
+    assert slots(17, one=True) == (16, 48)
+    assert slots(9, kv_heads=24) == (1, 10)
 
 
 def test_heads_that_were_measured_are_attended_to_by_one_warp() -> None:
@@ -469,7 +503,7 @@ def test_splits_by_length_go_by_the_keys_that_are_seen(window: int | Chunk) -> N
     lens = (97, 80, 81, 160, 1, 43)
     batch = BatchSpec(prefix_lens=tuple(n - 1 for n in lens), extend_lens=(1,) * len(lens))
     case = make_case(batch, Shape(window=window), seed=19)
-    assert_matches(case, run_splits(case, 0, 1, shares=24))
+    assert_matches(case, run_splits(case, 0, 1, turn=16))
 
 
 def test_a_merge_of_more_splits_than_it_reads_at_a_time_weighs_them_all() -> None:
@@ -486,9 +520,10 @@ def test_split_workspace_covers_every_number_of_requests() -> None:
         assert 1 <= splits <= 64
         rows = workspace.partial_out.shape[0]
         assert num_reqs * splits <= rows == workspace.partial_lse.shape[0]
-        shares = decode_shares(num_reqs, 2, max_keys=1000, device=CPU)
-        assert (shares is None) == (splits > 4)
-        assert shares is None or decode_slots(num_reqs, shares) <= rows
+        for one_warp in (False, num_reqs > 8):
+            slots = decode_slots(num_reqs, 2, max_keys=1000, in_one_warp=one_warp, device=CPU)
+            assert (slots is None) == (splits > 4)
+            assert slots is None or slots[1] <= rows
 
 
 def test_cpu_without_interpreter_is_refused_with_a_remedy() -> None:

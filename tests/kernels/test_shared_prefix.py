@@ -1,12 +1,13 @@
 """What requests of a decode share, and attention that reads it once, against the definitions."""
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 from paged_cases import BatchSpec, PagedCase, Shape, make_case
-from paged_runs import CPU, assert_matches, assert_merged, outputs_of, splits_by_length
+from paged_runs import CPU, assert_matches, assert_merged, outputs_of, slots_by_length
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
@@ -22,7 +23,6 @@ from paceline.kernels.paged_attention.shared_prefix import (
     SharingRule,
     find_shared_reference,
 )
-from paceline.kernels.paged_attention.splits import decode_slots
 
 RULE = SharingRule(min_pages=2, min_reqs=3, tile_reqs=4)
 
@@ -123,7 +123,7 @@ def shared_case(name: str) -> PagedCase:
 
 
 def run_shared(
-    case: PagedCase, *, chunks: int, shares: int, tables: Tensor | None = None
+    case: PagedCase, *, chunks: int, turn: int, tables: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Decode in tiles of 16 keys with what RULE finds, in `tables` where these are others than the
     case's, over a workspace full of NaN."""
@@ -136,7 +136,7 @@ def run_shared(
     tables = case.page_table if tables is None else tables
     shared = found(tables, case.kv_lens, rule, page_size=shape.page_size)
     assert shared.shared_lens.tolist() == [96] * 5 + [64] * 3 + [0, 0]
-    slots = decode_slots(reqs, shares)
+    slots = math.ceil(reqs / turn) * turn + min(reqs, turn)
     rows = slots + reqs * chunks
     workspace = SplitWorkspace(
         partial_out=torch.full((rows, heads, shape.v_head_dim), float("nan")),
@@ -158,36 +158,34 @@ def run_shared(
         call,
         workspace,
         splits=slots,
-        shares=shares,
+        turn=turn,
         shared_lens=shared.shared_lens,
         chunks=chunks,
         config=config,
     )
     assert not workspace.finished.any()
     tiles = [-(-own // 16) for own in (case.kv_lens - shared.shared_lens).tolist()]
-    live = splits_by_length(tiles, shares, 1)
-    firsts = [sum(live[:req]) for req in range(reqs)]
+    firsts, live = slots_by_length(tiles, turn, slots, 1)
     assert_merged(workspace.partial_lse[:slots], firsts, live)
     return outputs_of(call)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(("chunks", "shares"), [(1, 10), (2, 40), (8, 10)])
-def test_decode_of_shared_prefixes_matches_reference(name: str, chunks: int, shares: int) -> None:
+@pytest.mark.parametrize(("chunks", "turn"), [(1, 10), (2, 40), (8, 10)])
+def test_decode_of_shared_prefixes_matches_reference(name: str, chunks: int, turn: int) -> None:
     case = shared_case(name)
-    assert_matches(case, run_shared(case, chunks=chunks, shares=shares))
+    assert_matches(case, run_shared(case, chunks=chunks, turn=turn))
 
 
-@pytest.mark.parametrize("shares", [10, 2], ids=["in splits", "one split each"])
-def test_what_is_shared_is_read_once(shares: int) -> None:
+@pytest.mark.parametrize("turn", [20, 10], ids=["in splits", "one split each"])
+def test_what_is_shared_is_read_once(turn: int) -> None:
     """A tile reads by the table of its last request: those of the others are not looked at."""
     case = shared_case("gqa2-80-96")
     table = case.page_table.clone()
     table[[0, 1, 2], : 96 // 16] = 0  # a page of NaN
     blinded = replace(case, page_table=table)
     plain, actual = (
-        run_shared(each, chunks=1, shares=shares, tables=case.page_table)[0]
-        for each in (case, blinded)
+        run_shared(each, chunks=1, turn=turn, tables=case.page_table)[0] for each in (case, blinded)
     )
     assert torch.equal(plain, actual)
 

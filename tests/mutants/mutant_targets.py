@@ -267,11 +267,12 @@ TARGETS = (
     ),
     Target(
         "kernels/_triton/paged_decode.py",
-        ("_at_slot",),
+        ("_splits_of", "_at_slot"),
         Killers(
             (),
             (
                 "kernels/test_paged_triton.py::test_splits_by_length_give_the_same",
+                "kernels/test_paged_triton.py::test_splits_at_the_ends_of_their_rule_give_the_same",
                 "kernels/test_paged_triton.py::test_splits_by_length_go_by_the_keys_that_are_seen",
                 "kernels/test_shared_prefix.py::test_decode_of_shared_prefixes_matches_reference",
                 "kernels/test_shared_prefix.py::test_what_is_shared_is_read_once",

@@ -8,13 +8,16 @@ knows its first tile before it knows how long its request is.  Worked example, 4
 64, MIN_TILES 1, kv_len 200, window 150: the visible keys are [50, 200) in 3 tiles; 3 splits are
 live, split 0 takes [50, 114), split 1 [114, 178), split 2 [178, 200), and split 3 leaves at once.
 
-Many requests have splits by their lengths, so that nobody waits for the longest: a split has at
-most half as much again as its share of all tiles.  Worked example, SHARES 4, BLOCK_KEYS 64,
-kv_lens 100, 900, 200 in 2, 15 and 4 tiles: a split has at most ceil(3 * 21 / (2 * 4)) = 8, so the
-requests have 1, 2 and 1, at slots 0, 1 to 2, and 3; programs of further slots leave at once.
-Where no request is longer than that, as with equal lengths, slot n is request n, uncounted.  So it
-is where the mean length is as much, but for a tile, and none is as long as two shares: halves of
-requests that are as even would be more programs than fit at once.
+Many requests have splits by their lengths, so that nobody waits for the longest: as many as are
+worked on in as few turns as hold the requests, none with more tiles than that takes, to an eighth;
+requests of one tile, as of padding, do not count.  Where a split would have two equal shares all
+the same, there is one turn more, of at most one split for each.  The fuller ones come first:
+whoever has done with a short one takes of the rest.  Worked example, turns of 4 slots, 7 launched,
+BLOCK_KEYS 64, MIN_TILES 1, kv_lens 100, 900, 200 in 2, 15 and 4 tiles: 2 * 21 // 4 tiles give 1, 2
+and 1 splits, and so do 8, but 7 five.  The first two slots are of the second request, then comes
+the third, which has half of 8, then the first; programs of further slots leave at once.  Where one
+turn holds the requests and none has two shares of it, or more turns hold no halves, as with equal
+lengths, slot n is request n, uncounted.
 
 Of a prefix that many requests share (kernels/paged_attention/shared_prefix.py) the keys were
 attended to before: here they count for no length, and who finishes a request adds what they gave.
@@ -117,12 +120,20 @@ def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
 
 
 @triton.jit
+def _splits_of(tiles, most):
+    """[reqs] int32 splits of at most `most` of tiles; one of none, too."""
+    # Half a tile off a whole number, no quotient is rounded to one or past it.
+    return tl.maximum(tl.ceil((tiles - 0.5) * (1.0 / most)), 1.0).to(tl.int32)
+
+
+@triton.jit
 def _at_slot(
     slot,
     kv_lens_ptr,  # [reqs] int32
     shared_lens_ptr,  # [reqs] int32 or None
     num_reqs,
-    shares,
+    turn,
+    slots,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
@@ -145,10 +156,15 @@ def _at_slot(
         visible = lens - shared_lens
     tiles = tl.cdiv(visible, BLOCK_KEYS)
     total, largest = tl.reduce((tiles, tiles), 0, _sum_and_largest)
-    most = tl.maximum(tl.cdiv(3 * total, 2 * shares), MIN_TILES)
+    live = tl.sum((tiles > 1).to(tl.int32), axis=0)
+    others = BLOCK_REQS - live  # rows, of one split each: those of padding leave at once
+    turns = tl.cdiv(tl.maximum(live, 1), turn) * turn
+    most = tl.maximum(2 * total // turns, MIN_TILES)
+    fits = live <= turn
+    # So many are the longest, or a tile shorter, that they have no room for halves.
+    is_even = total - (num_reqs - live) + live * (2 - largest) > turns
     shared_len = 0
-    is_even = (largest * shares < 2 * total) & (num_reqs * (most - 1) < total)
-    if (largest <= most) | is_even:
+    if (largest < most) & (fits | is_even):
         # One split each: the slot is the request, and there is nothing to count.
         is_live = slot < num_reqs
         kv_len = tl.load(kv_lens_ptr + slot, mask=is_live, other=0)
@@ -156,20 +172,37 @@ def _at_slot(
             shared_len = tl.load(shared_lens_ptr + slot, mask=is_live, other=0)
         req, first_slot, live_splits = slot, slot, is_live.to(tl.int32)
     else:
-        splits = tl.where(is_req, tl.maximum(tl.cdiv(tiles, most), 1), 0)
-        ends = tl.cumsum(splits, axis=0)
-        is_before = (ends <= slot) & is_req
-        req = tl.sum(is_before.to(tl.int32), axis=0)
-        first_slot = tl.max(tl.where(is_before, ends, 0), axis=0)
-        is_it = reqs == req
+        if tl.sum(_splits_of(tiles, most), axis=0) > turns + others:
+            turns = tl.minimum(turns + tl.minimum(live, turn), slots - num_reqs + live)
+            most = tl.maximum(tl.cdiv(total, turns - live), MIN_TILES)
+        most = tl.minimum(most, largest)
+        least = tl.maximum(tl.cdiv(total, turns), MIN_TILES)
+        while most - least > least // 8:
+            middle = (least + most) // 2
+            if tl.sum(_splits_of(tiles, middle), axis=0) <= turns + others:
+                most = middle
+            else:
+                least = middle + 1
+        splits = _splits_of(tiles, most)
+        # Long ones first: slots of four classes, by fifths that they fill, are counted at once.
+        fifth, filled = splits * most, 5 * tiles
+        lacks = (filled <= 4 * fifth).to(tl.int32) + (filled <= 3 * fifth) + (filled <= 2 * fifth)
+        shift = 16 * lacks.to(tl.int64)
+        splits = tl.where(is_req, splits, 0)
+        counted = splits.to(tl.int64) << shift
+        before = tl.cumsum(counted, axis=0) - counted + tl.sum(counted, axis=0) * 0x1000100010000
+        firsts = ((before >> shift) & 0xFFFF).to(tl.int32)
+        is_it = (firsts <= slot) & (slot < firsts + splits)
+        req = tl.sum(tl.where(is_it, reqs, 0), axis=0)
+        first_slot = tl.sum(tl.where(is_it, firsts, 0), axis=0)
+        live_splits = tl.sum(tl.where(is_it, splits, 0), axis=0)
         kv_len = tl.sum(tl.where(is_it, lens, 0), axis=0)
         if shared_lens_ptr is not None:
             shared_len = tl.sum(tl.where(is_it, shared_lens, 0), axis=0)
-        live_splits = tl.sum(tl.where(is_it, splits, 0), axis=0)
     return req, kv_len, shared_len, first_slot, live_splits
 
 
-@triton.jit(do_not_specialize=["num_reqs", "splits", "shares", "chunks"])
+@triton.jit(do_not_specialize=["num_reqs", "splits", "turn", "chunks"])
 def _decode_kernel(
     q_ptr,  # [reqs, heads, head_dim]
     k_cache_ptr,  # [num_pages, page_size, kv_heads, head_dim]
@@ -202,7 +235,7 @@ def _decode_kernel(
     scale,
     num_reqs,
     splits,  # of each request; by length: slots of all
-    shares,  # by length: of all tiles
+    turn,  # by length: slots that are worked on at once
     chunks,  # of a shared prefix at most
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -235,8 +268,8 @@ def _decode_kernel(
         first_slot = req * splits
     else:
         at, kv_len, shared_len, first_slot, live_splits = _at_slot(
-            tl.program_id(1), kv_lens_ptr, shared_lens_ptr, num_reqs, shares, WINDOW, CHUNK,
-            BLOCK_REQS, BLOCK_KEYS, MIN_TILES,
+            tl.program_id(1), kv_lens_ptr, shared_lens_ptr, num_reqs, turn, splits, WINDOW,
+            CHUNK, BLOCK_REQS, BLOCK_KEYS, MIN_TILES,
         )  # fmt: skip
         split = tl.program_id(1) - first_slot
         req = tl.minimum(at, num_reqs - 1).to(tl.int64)  # of nobody's slot any
@@ -363,7 +396,7 @@ def launch_paged_decode(
     workspace: SplitWorkspace,
     *,
     splits: int,
-    shares: int | None,
+    turn: int | None,
     shared_lens: Tensor | None = None,
     chunks: int = 0,
     config: SplitConfig | None = None,
@@ -389,13 +422,13 @@ def launch_paged_decode(
             kv_dtype=cache.k.dtype,
             in_one_warp=takes_one_warp(q, cache.k, cache.v),
             is_alone=is_alone,
-            splits=splits if shares is None else 1,
+            splits=splits if turn is None else 1,
         )
     head_tiles = cdiv(group, config.block_rows)
     merge_rows = min(config.block_rows, next_power_of_2(group))
     launch(
         _decode_kernel,
-        (kv_heads * head_tiles, splits, num_reqs if shares is None else 1),
+        (kv_heads * head_tiles, splits, num_reqs if turn is None else 1),
         q,
         cache.k,
         cache.v,
@@ -420,7 +453,7 @@ def launch_paged_decode(
         weighing.scale,
         num_reqs,
         splits,
-        shares or 0,
+        turn or 0,
         chunks,
         WINDOW=weighing.window,
         CHUNK=weighing.chunk,
@@ -437,7 +470,7 @@ def launch_paged_decode(
         MIN_TILES=config.min_tiles,
         MERGE_ROWS=merge_rows,
         MERGE_SPLITS=splits_per_load(merge_rows, block_dim(v_head_dim), num_warps=config.num_warps),
-        BLOCK_REQS=None if shares is None else next_power_of_2(num_reqs),
+        BLOCK_REQS=None if turn is None else next_power_of_2(num_reqs),
         CHUNK_KEYS=CHUNK_KEYS,
         IS_ALONE=is_alone,
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_decode_kernel),

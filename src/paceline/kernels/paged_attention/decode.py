@@ -1,7 +1,7 @@
 """paged_decode: one query per request over its paged keys, split along the keys.
 
 Each program takes one KV head of one request and one split of its keys (many requests have splits
-by their lengths, decision 045), with the whole group of query heads as the rows of one matrix tile;
+by their lengths, decision 145), with the whole group of query heads as the rows of one matrix tile;
 the last split to finish merges all by their log-sum-exp (Dao et al. 2023, "Flash-Decoding").  The
 definition is paged_attention_reference with extend 1.
 """
@@ -17,7 +17,6 @@ from paceline.kernels.paged_attention.shared_prefix import SharedPrefixes, shari
 from paceline.kernels.paged_attention.splits import (
     SplitWorkspace,
     check_workspace,
-    decode_shares,
     decode_slots,
     decode_splits,
     most_keys,
@@ -59,15 +58,19 @@ def paged_decode(
         )
     kv_heads = cache.k.shape[2]
     splits = decode_splits(num_reqs, kv_heads, max_keys=max_keys, device=q.device)
-    in_one_warp = takes_one_warp(q, cache.k, cache.v)
-    shares = decode_shares(
-        num_reqs, kv_heads, max_keys=max_keys, in_one_warp=in_one_warp, device=q.device
+    slots = decode_slots(
+        num_reqs,
+        kv_heads,
+        max_keys=max_keys,
+        in_one_warp=takes_one_warp(q, cache.k, cache.v),
+        device=q.device,
     )
-    partials = num_reqs * splits
-    if shares is not None:
-        partials = splits = decode_slots(num_reqs, shares)
+    partials, turn = num_reqs * splits, None
+    if slots is not None:
+        turn, splits = slots
+        partials = splits
     chunks = 0
-    if shared is not None and shares is not None and weighing.most_keys is None:
+    if shared is not None and slots is not None and weighing.most_keys is None:
         chunks = shared_chunks(num_reqs, num_heads, kv_heads, q.device)
     partials += num_reqs * chunks
     check_workspace(workspace, partials, num_reqs, num_heads, cache.v.shape[3])
@@ -77,7 +80,7 @@ def paged_decode(
     _PAGED_DECODE(
         *call.flat(),
         splits,
-        shares,
+        turn,
         None if found is None else found.shared_lens,
         None if found is None else found.places,
         chunks,
@@ -91,7 +94,7 @@ def _launch(*args: Any) -> None:
     require_triton("paged_decode", otherwise="choose the torch attention backend")
     from paceline.kernels._triton.paged_decode import launch_paged_decode
 
-    call, (splits, shares, shared_lens, places, chunks, out, lse, finished) = PagedCall.taken(args)
+    call, (splits, turn, shared_lens, places, chunks, out, lse, finished) = PagedCall.taken(args)
     workspace = SplitWorkspace(partial_out=out, partial_lse=lse, finished=finished)
     if places is not None:
         from paceline.kernels._triton.shared_prefix import launch_shared
@@ -107,12 +110,12 @@ def _launch(*args: Any) -> None:
             chunks=chunks,
         )
     launch_paged_decode(
-        call, workspace, splits=splits, shares=shares, shared_lens=shared_lens, chunks=chunks
+        call, workspace, splits=splits, turn=turn, shared_lens=shared_lens, chunks=chunks
     )
 
 
 _PAGED_DECODE = define_op(
-    f"paged_decode({SCHEMA}, int splits, int? shares, Tensor? shared_lens, Tensor? places, "
+    f"paged_decode({SCHEMA}, int splits, int? turn, Tensor? shared_lens, Tensor? places, "
     "int chunks, Tensor(c!) partial_out, Tensor(d!) partial_lse, Tensor(e!) finished) -> ()",
     cpu=_launch,
     cuda=_launch,

@@ -17,6 +17,7 @@ from paceline.kernels.stand_in import multiprocessors
 
 _PROGRAMS_PER_SM = 2
 _MOST_PROGRAMS_PER_SM = 4  # of a decode, whose tiles are small
+_ONE_WARP_PROGRAMS_PER_SM = 8
 _MAX_SPLITS = 64
 _MANY_SPLITS = 16  # so many hide the latency of memory with two programs to a multiprocessor
 _WORTHWHILE_SPLITS = 3  # fewer cost their merge
@@ -63,33 +64,30 @@ def _decode_splits(programs: int, num_sms: int) -> int:
     return max(splits, denser) if denser >= _WORTHWHILE_SPLITS else splits
 
 
-def decode_shares(
+def decode_slots(
     num_reqs: int,
     num_kv_heads: int,
     *,
     max_keys: int,
-    in_one_warp: bool = False,
+    in_one_warp: bool,
     device: torch.device,
-) -> int | None:
-    """Of how many equal shares of all keys nobody's split is to have more than one and a half, or
-    two where no request has as many, and each is one split.
+) -> tuple[int, int] | None:
+    """(splits that are worked on at once, the most of all requests) of a decode whose requests have
+    theirs by length; None where they are so few that each has as many.
 
-    None where requests are so few that each has splits.  Otherwise at least one for each request,
-    and as many as let every multiprocessor hold four programs; half as many again of one warp each,
-    which take longer for their keys.
+    The most: as few turns as hold the requests, and one more, but no more than one for each.
     """
-    splits = decode_splits(num_reqs, num_kv_heads, device=device)
+    num_sms = multiprocessors(device)
+    splits = _decode_splits(num_reqs * num_kv_heads, num_sms)
     if splits > _MOST_BY_LENGTH or num_reqs == 0 or _worthwhile(max_keys) == 1:
         return None
-    return (
-        3 * num_reqs // 2
-        if in_one_warp
-        else _usual_shares(num_reqs, num_kv_heads, multiprocessors(device))
-    )
+    return _slots(num_reqs, num_kv_heads, num_sms, in_one_warp=in_one_warp)
 
 
-def _usual_shares(num_reqs: int, num_kv_heads: int, num_sms: int) -> int:
-    return max(num_reqs, _MOST_PROGRAMS_PER_SM * num_sms // num_kv_heads)
+def _slots(num_reqs: int, num_kv_heads: int, num_sms: int, *, in_one_warp: bool) -> tuple[int, int]:
+    per_sm = _ONE_WARP_PROGRAMS_PER_SM if in_one_warp else _MOST_PROGRAMS_PER_SM
+    turn = max(1, per_sm * num_sms // num_kv_heads)
+    return turn, -(-num_reqs // turn) * turn + min(num_reqs, turn)
 
 
 def takes_one_warp(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -114,15 +112,6 @@ def takes_one_warp(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 def _has_many(num_reqs: int, num_kv_heads: int, num_sms: int) -> bool:
     most = 1 << max(num_reqs - 1, 0).bit_length()
     return most * num_kv_heads > _MOST_PROGRAMS_PER_SM * num_sms
-
-
-def decode_slots(num_reqs: int, shares: int) -> int:
-    """The most splits that requests have together where a split may have 1.5 shares.
-
-    A request has ceil(tiles / most) splits, with most >= 1.5 * all tiles / shares; or all have one
-    each.
-    """
-    return num_reqs + 2 * shares // 3
 
 
 def shared_chunks(num_reqs: int, num_heads: int, num_kv_heads: int, device: torch.device) -> int:
@@ -276,9 +265,11 @@ def _rows(
         num_reqs * _decode_splits(num_reqs * num_kv_heads, num_sms)
         for num_reqs in range(1, max_reqs + 1)
     )
-    usual = _usual_shares(max_reqs, num_kv_heads, num_sms)
     is_many = _has_many(max_reqs, num_kv_heads, num_sms)
-    slots = decode_slots(max_reqs, max(usual, 3 * max_reqs // 2) if is_many else usual)
+    slots = max(
+        _slots(max_reqs, num_kv_heads, num_sms, in_one_warp=in_one_warp)[1]
+        for in_one_warp in {False, is_many}
+    )
     if shares_prefixes:
         slots += max(
             num_reqs * _shared_chunks(num_reqs, num_heads, num_kv_heads, num_sms)
