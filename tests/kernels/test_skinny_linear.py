@@ -1,7 +1,5 @@
 """skinny_linear through Triton's interpreter against float64."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -65,72 +63,50 @@ def test_tiles_of_many_tokens_fill_processors(
     assert asked == [tile]
 
 
-@pytest.mark.parametrize(("inner", "rows", "warps"), [(1024, 4, 8), (2048, 4, 4), (4096, 1, 8)])
-def test_one_token_has_several_short_rows_in_a_program(
-    monkeypatch: pytest.MonkeyPatch, inner: int, rows: int, warps: int
-) -> None:
-    from paceline.kernels._triton import skinny_linear as kernel
-
-    launched, launch = list[tuple[int, int]](), kernel.launch
-
-    def noted(jitted: object, *args: object, **options: int) -> None:
-        launched.append((options["BLOCK_ROWS"], options["num_warps"]))
-        launch(jitted, *args, **options)
-
-    monkeypatch.setattr(kernel, "launch", noted)
-    x, weight, bias = operands(1, 10, inner, dtype=torch.float16)
-    exact = skinny_linear_reference(x, weight, bias, "silu")
-    out = skinny_linear(x, weight, bias, activation="silu")
-    torch.testing.assert_close(out, exact, rtol=4 * torch.finfo(torch.float16).eps, atol=0.02)
-    assert launched == [(rows, warps)]
-
-
-def test_a_weight_that_registers_hold_at_once_has_fewer_warps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """16 rows of 4,096 numbers are 128 KiB, as much as one processor is to hold."""
-    from paceline.kernels._triton import skinny_linear as kernel
-
-    monkeypatch.setattr(kernel, "_KEPT_LEAST", 15)
-    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 1)
-    x, weight, _ = operands(1, 17, 4096, dtype=torch.float16)
-    launched, launch = list[tuple[int, int]](), kernel.launch
-
-    def noted(jitted: object, *args: object, **options: Any) -> None:
-        launched.append((options["BLOCK_ROWS"], options["num_warps"]))
-        launch(jitted, *args, **options)
-
-    monkeypatch.setattr(kernel, "launch", noted)
-    exact = skinny_linear_reference(x, weight, None, None)
-    for rows in (14, 15, 16, 17):
-        found = skinny_linear(x, weight[:rows], None)
-        torch.testing.assert_close(found, exact[:, :rows], rtol=4e-3, atol=0.02)
-    assert launched == [(1, 8), (2, 4), (2, 4), (1, 8)]
-
-
 @pytest.mark.parametrize(
-    ("inner", "activation", "options"),
+    ("rows", "inner", "gated", "tile"),
     [
-        (4096, None, (2, 4)),
-        (4096, "silu", (1, 8)),  # each of whose features has two rows
-        (1024, None, (4, 8)),  # whose programs have more rows
-        (6144, None, (1, 8)),  # cut into chunks
+        (3072, 2048, False, (4, 4)),  # 96 KiB for each of 128 processors
+        (3076, 2048, False, (2, 4)),
+        (3075, 2048, False, (1, 4)),  # as many as divide them
+        (16_384, 2048, True, (2, 4)),
+        (1024, 4096, False, (2, 4)),
+        (6144, 4096, False, (1, 4)),
+        (28_672, 4096, True, (2, 8)),
+        (6144, 1024, True, (4, 2)),
+        (4096, 896, False, (4, 2)),  # in 1,024 columns
+        (4096, 640, False, (4, 1)),  # five chunks of 128
+        (5120, 3072, False, (1, 2)),
+        (34_816, 5120, True, (2, 4)),  # five chunks of 1,024
+        (2048, 8192, False, (1, 8)),
+        (4096, 14_336, False, (1, 8)),
+        (5120, 17_408, False, (1, 8)),
     ],
 )
-def test_of_weights_that_registers_hold_whole_rows_without_an_activation_are_kept(
-    monkeypatch: pytest.MonkeyPatch, inner: int, activation: str | None, options: tuple[int, int]
+def test_a_thread_has_all_rows_of_its_program_of_one_token(
+    rows: int, inner: int, gated: bool, tile: tuple[int, int]
 ) -> None:
-    from paceline.kernels._triton import skinny_linear as kernel
+    """So many rows, and warps."""
+    from paceline.kernels._triton.skinny_linear import _one_tile
 
-    launched: list[tuple[int, int]] = []
-    monkeypatch.setattr(kernel, "_KEPT_LEAST", 8)
-    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(
-        kernel, "launch", lambda *_, **o: launched.append((o["BLOCK_ROWS"], o["num_warps"]))
-    )
-    x, weight, _ = operands(1, 8, inner, dtype=torch.float16)
-    skinny_linear(x, weight, None, activation=activation)
-    assert launched == [options]
+    weight = torch.empty(rows, inner, dtype=torch.bfloat16, device="meta")
+    with StandIn("cuda", 128):
+        assert _one_tile(weight, 2 if gated else 1) == tile
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(
+    ("rows", "inner"),
+    [(12, 1024), (10, 2048), (6, 2048), (4, 4096), (6, 896), (12, 640), (6, 2560), (2, 14_336)],
+)
+def test_a_product_of_one_token_is_the_same_whatever_its_tile(
+    rows: int, inner: int, activation: str | None
+) -> None:
+    x, weight, bias = operands(1, rows, inner, dtype=torch.float16)
+    for given in (bias, None):
+        exact = skinny_linear_reference(x, weight, given, activation)
+        found = skinny_linear(x, weight, given, activation=activation)
+        torch.testing.assert_close(found, exact, rtol=4e-3, atol=0.02)
 
 
 def test_a_weight_of_few_long_rows_is_held_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,18 +6,21 @@ whose programs have the same few rows of every expert, so that they add up the e
 programs are of few warps, with many bytes on their way for each thread.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels._triton.primitives import swiglu
-from paceline.kernels._triton.runtime import cdiv, next_power_of_2
+from paceline.kernels._triton.primitives import swiglu, taken
+from paceline.kernels._triton.runtime import next_power_of_2
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU
 from paceline.kernels.moe_route import Routing
 
-_ROW_ELEMENTS = 4096  # of one program's gate rows, at least, of its up rows, and of its down rows
+_ROW_ELEMENTS = 4096  # of one program's gate rows, at least, and of its up rows
+_DOWN_ELEMENTS, _DOWN_WARPS = 2048, 2  # of one program's down rows of an expert, at least
 _MOST_ELEMENTS = 32768  # of one program at a time
 _WARP_ELEMENTS = 2048  # of one of its warps
 _STEPS = 2  # of a program of gate and up: it waits for its expert's id once
@@ -48,11 +51,10 @@ def _one_gate_up_kernel(
     for step in tl.static_range(STEPS):
         first = (tl.program_id(0) * STEPS + step) * BLOCK_ROWS
         both = 2 * first + tl.arange(0, 2 * BLOCK_ROWS)  # gate and up rows
-        live = both < 2 * INTER
         at = expert * (2 * INTER) + both
         weight = tl.load(
             weight_ptr + at[:, None] * HIDDEN + cols[None, :],
-            mask=live[:, None] & inside[None, :],
+            mask=inside[None, :],
             other=0.0,
             eviction_policy="evict_first",
         )
@@ -61,12 +63,11 @@ def _one_gate_up_kernel(
         x = tl.load(x_ptr + cols, mask=inside, other=0.0).to(tl.float32)
         product = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
         if bias_ptr is not None:
-            product += tl.load(bias_ptr + at, mask=live, other=0.0).to(tl.float32)
-        gate, up = tl.split(tl.reshape(product, [BLOCK_ROWS, 2]))
-        gated = swiglu(gate, up, alpha, up_offset, LIMIT)
-        row = first + tl.arange(0, BLOCK_ROWS)
-        gated = gated.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + slot * INTER + row, gated, mask=row < INTER)
+            product += tl.load(bias_ptr + at).to(tl.float32)
+        for row in tl.static_range(BLOCK_ROWS):
+            gate, up = taken(product, 2 * row), taken(product, 2 * row + 1)
+            gated = swiglu(gate, up, alpha, up_offset, LIMIT).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + slot * INTER + first + row, gated)
 
 
 @triton.jit
@@ -86,9 +87,9 @@ def _one_down_kernel(
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first = tl.program_id(0) * BLOCK_ROWS
+    row = first + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_INTER)
-    live = row < HIDDEN
     inside = cols < INTER
     acc = tl.zeros([BLOCK_ROWS, BLOCK_INTER], tl.float32)
     bias = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -97,7 +98,7 @@ def _one_down_kernel(
         at = tl.load(expert_ids_ptr + slot).to(tl.int64) * HIDDEN + row
         weight = tl.load(
             weight_ptr + at[:, None] * INTER + cols[None, :],
-            mask=live[:, None] & inside[None, :],
+            mask=inside[None, :],
             other=0.0,
             eviction_policy="evict_first",
         )
@@ -105,14 +106,16 @@ def _one_down_kernel(
         gated = tl.load(gated_ptr + slot * INTER + cols, mask=inside, other=0.0)
         acc += weight.to(tl.float32) * (gated.to(tl.float32) * share)[None, :]
         if bias_ptr is not None:
-            bias += tl.load(bias_ptr + at, mask=live, other=0.0).to(tl.float32) * share
+            bias += tl.load(bias_ptr + at).to(tl.float32) * share
     let_next_start(OVERLAPPED)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    total = (tl.sum(acc, axis=1) + bias).to(DTYPE)
-    if plus_ptr is not None:
-        plus = tl.load(plus_ptr + row, mask=live, other=0.0)
-        total = (total.to(tl.float32) + plus.to(tl.float32)).to(DTYPE)
-    tl.store(out_ptr + row, total, mask=live)
+    totals = tl.sum(acc, axis=1) + bias
+    for index in tl.static_range(BLOCK_ROWS):
+        total = taken(totals, index).to(DTYPE)
+        if plus_ptr is not None:
+            plus = tl.load(plus_ptr + first + index)
+            total = (total.to(tl.float32) + plus.to(tl.float32)).to(DTYPE)
+        tl.store(out_ptr + first + index, total)
 
 
 def fits_one_token(x: Tensor, weights: ExpertWeights) -> bool:
@@ -135,10 +138,11 @@ def launch_one_token(
     slots, (_, hidden, inter) = routing.expert_ids.shape[1], weights.down.shape
     gated = torch.empty(slots, inter, dtype=x.dtype, device=x.device)
     block_hidden = next_power_of_2(hidden)
-    block_rows = max(1, _ROW_ELEMENTS // block_hidden)
+    block_rows = math.gcd(max(1, _ROW_ELEMENTS // block_hidden), inter)
+    steps = math.gcd(_STEPS, inter // block_rows)
     launch(
         _one_gate_up_kernel,
-        (cdiv(inter, block_rows * _STEPS), slots),
+        (inter // (block_rows * steps), slots),
         x,
         weights.gate_up,
         weights.gate_up_bias,
@@ -151,15 +155,15 @@ def launch_one_token(
         INTER=inter,
         BLOCK_ROWS=block_rows,
         BLOCK_HIDDEN=block_hidden,
-        STEPS=_STEPS,
+        STEPS=steps,
         num_warps=max(1, 2 * block_rows * block_hidden // _WARP_ELEMENTS),
         **overlap_options(x.device, _one_gate_up_kernel),
     )
     block_inter = next_power_of_2(inter)
-    block_rows = max(1, _ROW_ELEMENTS // block_inter)
+    block_rows = math.gcd(max(1, _DOWN_ELEMENTS // block_inter), hidden)
     launch(
         _one_down_kernel,
-        (cdiv(hidden, block_rows),),
+        (hidden // block_rows,),
         gated,
         weights.down,
         weights.down_bias,
@@ -172,6 +176,6 @@ def launch_one_token(
         INTER=inter,
         BLOCK_ROWS=block_rows,
         BLOCK_INTER=block_inter,
-        num_warps=max(1, block_rows * block_inter // _WARP_ELEMENTS),
+        num_warps=max(_DOWN_WARPS, block_rows * block_inter // _WARP_ELEMENTS),
         **overlap_options(x.device, _one_down_kernel),
     )

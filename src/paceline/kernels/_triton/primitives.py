@@ -78,6 +78,15 @@ def swiglu(
 
 
 @triton.jit
+def taken(
+    x,  # [size]
+    index: tl.constexpr,
+):
+    """x[index].  Where each thread has all of x, as behind a sum over columns, nothing moves."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[0]) == index, x, 0.0), axis=0)
+
+
+@triton.jit
 def biased_activation(
     acc,  # float32, of a product
     up,  # the same, used when ACTIVATION

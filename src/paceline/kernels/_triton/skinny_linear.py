@@ -2,17 +2,19 @@
 
 The weight is read once, as fast as memory gives it; what counts is how many bytes are on their way.
 One token: each program holds whole weight rows in registers, asked for in one go, before it waits
-for x; where all of a weight can be on its way at once, few programs ask for it, some rows into
-registers and the others through a ring; rows of some lengths all go through a ring, which is filled
-before the wait.  More tokens: the product is taken transposed,
-[features, tokens] = W x^T, so that the weight is the tall operand of the matrix unit, through a
-ring of four tiles or five.
+for x, and adds up once behind (docs/decisions/147-norms-stay-kernels.md); where all of a weight can
+be on its way at once, few programs ask for it, some rows into registers and the others through a
+ring; rows of some lengths all go through a ring, which is filled before the wait.  More tokens: the
+product is taken transposed, [features, tokens] = W x^T, so that the weight is the tall operand of
+the matrix unit, through a ring of four tiles or five.
 
 Where tiles of features do not fill the chip the inner dimension is split; each split leaves its
 part in `partial`, and the last to arrive adds all parts, in order, so that the sum is always the
 same.  Worked example, 2 splits: both programs of tile 7 write their part and add 1 to counters[7];
 the one that reads 1 is the last: it adds the parts, writes out and sets counters[7] to 0 again.
 """
+
+import math
 
 import torch
 import triton
@@ -26,9 +28,10 @@ from paceline.kernels._triton.launch import (
     wait_for_inputs,
     wait_within,
 )
-from paceline.kernels._triton.primitives import biased_activation, dot
+from paceline.kernels._triton.primitives import biased_activation, dot, taken
 from paceline.kernels._triton.runtime import (
     cdiv,
+    floor_power_of_2,
     interpreted,
     next_power_of_2,
     require_runnable,
@@ -37,15 +40,13 @@ from paceline.kernels._triton.runtime import (
 from paceline.kernels.skinny_linear import SkinnyTile
 from paceline.kernels.stand_in import multiprocessors
 
-_ROW_WARPS = 8
 _MOST_STAGES = 4
 _SQUARE_STAGES = 5  # of 64 features and 64 tokens: a multiprocessor has one such program either way
-_ROW_ELEMENTS = 4096  # of one program's tile, at least
-# Rows of so many numbers: of a program twice as many by half the warps.  A layer with 2,048 of them
-# takes 43.3 us on an H200, not 44.1.
-_SHORT_ROW, _SHORT_ROWS, _SHORT_WARPS = 2048, 4, 4
-_CHUNK_ELEMENTS = 2048  # of one chunk of it, where rows are cut
 _MOST_CHUNKS = 7  # of a row
+# Of one token: numbers of a thread, twice as many where so many bytes of a weight for a processor
+# are all of it; rows of a program and its warps, at most.  Near the fastest on an H200 of 1 to 8
+# rows and 1 to 16 warps for each product of Llamas and Qwens of 0.6 to 30 billion parameters.
+_THREAD_NUMBERS, _AT_ONCE_BYTES, _MOST_ROWS, _MOST_WARPS = 32, 96 * 1024, 4, 8
 # Of one token and a weight all of which is on its way at once: programs of a processor, rows that
 # each has in registers, stages of its ring, numbers of a row.  The fastest on an H200 of 2 to 8
 # programs, 0 to 8 rows and 3 to 6 stages, for rows of 5,120.
@@ -55,61 +56,57 @@ _HOLDERS, _HELD, _HELD_STAGES, _HELD_COLS = 4, 3, 4, (4096, 5120)
 # to 8 rows, 3 to 11 stages and 4 or 8 warps, for 10,576 rows of 2,560.
 _RINGS, _RING_ROWS, _RING_STAGES, _RING_WARPS = 2, 4, 6, 4
 _RING_COLS, _RING_LEAST = (2048, 2560), 10_240
-# Of one token and rows that fill a program, of a weight all of which fits registers, asked for
-# while attention in front runs: rows of a program, warps, rows of the weight at least, its bytes
-# for a processor.  Of 2,048 rows of 4,096 numbers the fastest on an H200 of 1 or 2 rows and 2, 4 or
-# 8 warps.
-_KEPT_ROWS, _KEPT_WARPS, _KEPT_LEAST, _KEPT_BYTES = 2, 4, 1024, 128 * 1024
 
 
 @triton.jit
 def _one_token_kernel(
-    x_ptr,  # [inner]
-    weight_ptr,  # [out_features, inner], with ACTIVATION [2 * out_features, inner]
+    x_ptr,  # [INNER]
+    weight_ptr,  # [out_features, INNER], with ACTIVATION [2 * out_features, INNER]
     bias_ptr,  # [out_features], with ACTIVATION [2 * out_features], or None
     out_ptr,  # [out_features]
     stride_weight_row,
     out_features,
-    inner,
+    INNER: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,  # of the weight, which has a multiple
     BLOCK_COLS: tl.constexpr,
     CHUNKS: tl.constexpr,  # of BLOCK_COLS, that make a row
     OVERLAPPED: tl.constexpr,
 ):
-    features = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    """Behind the wait a program is short: one sum over all of its rows, gates and ups by turns,
+    leaves in every thread what is stored."""
+    PARTS: tl.constexpr = 1 if ACTIVATION is None else 2
+    FEATURES: tl.constexpr = BLOCK_ROWS // PARTS
+    first = tl.program_id(0) * FEATURES
+    row = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
-    live = features < out_features
-    row_ptrs = weight_ptr + features.to(tl.int64)[:, None] * stride_weight_row + cols[None, :]
-    up_ptrs = row_ptrs + tl.cast(out_features, tl.int64) * stride_weight_row
-    gates, ups = (), ()
+    weight_row = (first + row // PARTS + row % PARTS * out_features).to(tl.int64)
+    row_ptrs = weight_ptr + weight_row[:, None] * stride_weight_row + cols[None, :]
+    weights, xs = (), ()
     for chunk in tl.static_range(CHUNKS):
         begin = chunk * BLOCK_COLS
-        mask = live[:, None] & (cols < inner - begin)[None, :]
-        gate = tl.load(row_ptrs + begin, mask=mask, other=0.0, eviction_policy="evict_first")
-        gates += (gate,)
-        if ACTIVATION is not None:
-            up = tl.load(up_ptrs + begin, mask=mask, other=0.0, eviction_policy="evict_first")
-            ups += (up,)
+        inside = (cols < INNER - begin)[None, :]
+        weights += (
+            tl.load(row_ptrs + begin, mask=inside, other=0.0, eviction_policy="evict_first"),
+        )
     let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
-    gate_sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    up_sums = gate_sums
     for chunk in tl.static_range(CHUNKS):
         begin = chunk * BLOCK_COLS
-        x = tl.load(x_ptr + begin + cols, mask=cols < inner - begin, other=0.0).to(tl.float32)
-        gate_sums += gates[chunk].to(tl.float32) * x[None, :]
-        if ACTIVATION is not None:
-            up_sums += ups[chunk].to(tl.float32) * x[None, :]
-    acc = tl.sum(gate_sums, axis=1)
-    acc_up = acc
-    if ACTIVATION is not None:
-        acc_up = tl.sum(up_sums, axis=1)
+        xs += (tl.load(x_ptr + begin + cols, mask=cols < INNER - begin, other=0.0),)
+    sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        sums += weights[chunk].to(tl.float32) * xs[chunk].to(tl.float32)[None, :]
+    totals = tl.sum(sums, axis=1)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    result = biased_activation(
-        acc, acc_up, bias_ptr, features, live, out_features, ACTIVATION, DTYPE
-    )
-    tl.store(out_ptr + features, result, mask=live)
+    for index in tl.static_range(FEATURES):
+        feature = first + index
+        total = taken(totals, PARTS * index)
+        up = taken(totals, PARTS * index + PARTS - 1)
+        result = biased_activation(
+            total, up, bias_ptr, feature, True, out_features, ACTIVATION, DTYPE
+        )
+        tl.store(out_ptr + feature, result)
 
 
 @triton.jit
@@ -335,10 +332,21 @@ def _is_ringed(out_features: int, inner: int, device: torch.device) -> bool:
     return fits and ring_bytes < shared_memory_bytes(device)
 
 
-def _is_kept(weight: Tensor) -> bool:
-    """Whether registers of all processors hold such a weight at once, and all have some of it."""
-    most = _KEPT_BYTES * multiprocessors(weight.device)
-    return weight.shape[0] >= _KEPT_LEAST and weight.numel() * weight.element_size() <= most
+def _one_tile(weight: Tensor, parts: int) -> tuple[int, int]:
+    """(rows of the weight that a program has of one token's product, its warps).
+
+    parts: 2 of gate rows and up rows.  A thread has all rows, so that a sum leaves them there.
+    """
+    inner = weight.shape[1]
+    chunks = _chunks(inner)
+    block_cols = next_power_of_2(inner // chunks)
+    numbers, width = _THREAD_NUMBERS, chunks * block_cols
+    bytes_ = weight.numel() * weight.element_size()
+    if bytes_ <= _AT_ONCE_BYTES * multiprocessors(weight.device):
+        numbers *= 2
+    rows = min(max(parts, floor_power_of_2(numbers * 128 // width)), _MOST_ROWS)
+    warps = min(rows * width // (32 * numbers), block_cols // 256, _MOST_WARPS)
+    return math.gcd(rows, weight.shape[0]), floor_power_of_2(warps)
 
 
 def launch_skinny_linear(
@@ -398,27 +406,20 @@ def launch_skinny_linear(
         return
     if tokens == 1:
         chunks = _chunks(inner)
-        block_cols = next_power_of_2(inner // chunks)
-        elements = _ROW_ELEMENTS if chunks == 1 else _CHUNK_ELEMENTS
-        block_rows, warps = max(1, elements // block_cols), _ROW_WARPS
-        is_row = chunks == 1 and block_cols == elements
-        if inner == _SHORT_ROW:
-            block_rows, warps = _SHORT_ROWS, _SHORT_WARPS
-        elif is_row and activation is None and _is_kept(weight):
-            block_rows, warps = _KEPT_ROWS, _KEPT_WARPS
+        rows, warps = _one_tile(weight, weight.shape[0] // out_features)
         launch(
             _one_token_kernel,
-            (cdiv(out_features, block_rows),),
+            (weight.shape[0] // rows,),
             x,
             weight,
             bias,
             out,
             weight.stride(0),
             out_features,
-            inner,
+            INNER=inner,
             ACTIVATION=activation,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLS=block_cols,
+            BLOCK_ROWS=rows,
+            BLOCK_COLS=next_power_of_2(inner // chunks),
             CHUNKS=chunks,
             num_warps=warps,
             **overlap_options(x.device, _one_token_kernel),
