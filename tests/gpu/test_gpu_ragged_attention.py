@@ -1,6 +1,7 @@
 """ragged_attention and paged_extend on a GPU where groups of warps take them: no interpreter runs
 these."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +118,15 @@ SHAPES = {
         num_heads=32, num_kv_heads=4, head_dim=128, v_head_dim=128, page_size=128,
         dtype=torch.bfloat16,
     ),
+    "32 of 8, codes": replace(LLAMA, kv_dtype=torch.float8_e4m3fn),
+    "24 of 8, page 32, codes": Shape(
+        num_heads=24, num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=32,
+        dtype=torch.float16, kv_dtype=torch.float8_e4m3fn,
+    ),
+    "32 of 1, page 128, codes": Shape(
+        num_heads=32, num_kv_heads=1, head_dim=128, v_head_dim=128, page_size=128,
+        dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn,
+    ),
 }  # fmt: skip
 PROMPTS = BatchSpec(prefix_lens=(0, 0, 0, 0), extend_lens=(300, 65, 800, 128))
 CHUNKS = BatchSpec(prefix_lens=(700, 16, 31, 0), extend_lens=(513, 64, 1, 700))
@@ -225,10 +235,12 @@ def test_few_decodes_beside_prompts_split_their_keys(
         assert turn % 2 == 1 or torch.equal(call.out, found)
 
 
-def test_a_prompt_is_the_same_in_chunks_and_beside_others(asked: list[dict[str, Any]]) -> None:
-    whole = make_case(
-        BatchSpec(prefix_lens=(40, 500), extend_lens=(300, 1400)), LLAMA, seed=7, device="cuda"
-    )
+@pytest.mark.parametrize("name", ["32 of 8", "32 of 8, codes"])
+def test_a_prompt_is_the_same_in_chunks_and_beside_others(
+    name: str, asked: list[dict[str, Any]]
+) -> None:
+    batch = BatchSpec(prefix_lens=(40, 500), extend_lens=(300, 1400))
+    whole = make_case(batch, SHAPES[name], seed=7, device="cuda")
     call = whole.call()
     paged_extend(call)
     rows = call.rows
@@ -251,12 +263,12 @@ def test_a_prompt_is_the_same_in_chunks_and_beside_others(asked: list[dict[str, 
     assert torch.equal(again.out, call.out[first:stop])
 
 
-def test_a_graph_follows_the_lengths(asked: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["32 of 8", "32 of 8, codes"])
+def test_a_graph_follows_the_lengths(name: str, asked: list[dict[str, Any]]) -> None:
     """Captured with decodes and prompts, replayed with other ones, with decodes alone and with no
     prompt that a tile would hold."""
-    case = make_case(
-        BatchSpec(prefix_lens=(600,) * 20, extend_lens=(60,) * 20), LLAMA, seed=8, device="cuda"
-    )
+    batch = BatchSpec(prefix_lens=(600,) * 20, extend_lens=(60,) * 20)
+    case = make_case(batch, SHAPES[name], seed=8, device="cuda")
     call = case.call()
     call = call._replace(rows=call.rows._replace(max_extend_len=1200))
     paged_extend(call)

@@ -61,16 +61,26 @@ from paceline.kernels.paged_attention import PagedCache, PagedCall, PagedRows, W
 def show(kernel, grid, *args, **options):
     found = kernel.warmup(*args, grid=grid, **options).asm["ptx"]
     keys, size, tiles = (options[name] for name in ("BLOCK_KEYS", "PAGE_SIZE", "K_STAGES"))
-    print(grid[0], keys, size, tiles, found.count("cp.async.bulk.tensor.3d"))
+    asked = ("cp.async.bulk.tensor.3d", "ld.global.v4", "f16x2.e4m3x2")
+    print(grid[0], keys, size, tiles, *(found.count(each) for each in asked))
 
 ragged_groups.multiprocessors = lambda device: 132
 ragged_groups.launch = show
 lens = torch.zeros(5, dtype=torch.int32)
-for page, longest in ((16, 1000), (64, 1000), (16, 2049), (128, 2049)):
-    q = torch.empty(2048, 8, 128, dtype=torch.bfloat16)
-    cache = torch.empty(9, page, 2, 128, dtype=torch.bfloat16)
+bfloat16, float16, codes = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+for page, longest, dtype, kv_dtype in (
+    (16, 1000, bfloat16, bfloat16),
+    (64, 1000, float16, float16),
+    (16, 2049, bfloat16, bfloat16),
+    (128, 2049, bfloat16, bfloat16),
+    (16, 1000, bfloat16, codes),
+    (128, 2049, float16, codes),
+):
+    q = torch.empty(2048, 8, 128, dtype=dtype)
+    cache = torch.empty(9, page, 2, 128, dtype=kv_dtype)
     rows = PagedRows(torch.zeros(4, 9, dtype=torch.int32), lens[1:], lens[1:], lens, longest)
-    cache = PagedCache(cache, cache.clone())
+    scales = [torch.ones(1)] * 2 if kv_dtype is codes else [None] * 2
+    cache = PagedCache(cache, cache.clone(), *scales)
     call = PagedCall(q, cache, rows, Weighing(1.0), torch.empty_like(q), torch.empty(2048, 8))
     ragged_groups.launch_paged_groups(call, above=4, leads=True)
 """
@@ -79,13 +89,16 @@ for page, longest in ((16, 1000), (64, 1000), (16, 2049), (128, 2049)):
 @pytest.mark.slow  # seconds of a compiler
 def test_a_compiler_takes_tiles_of_pages(tmp_path: Path) -> None:
     """A piece of a page is 64 columns of 16 rows, or of as many as a page has: of 64 keys with 128
-    columns 8 pieces or 2, of keys and as many of values, of 128 keys 16 or 2."""
+    columns 8 pieces or 2, of keys and as many of values, of 128 keys 16 or 2.  Codes come by 16 to
+    a thread: of 64 keys and values 8 times, in two places."""
     found = run_compiling(PAGED, tmp_path)
     assert found.splitlines() == [
-        "132 64 16 3 16",
-        "132 64 64 3 4",
-        "132 128 16 2 32",
-        "132 128 128 2 4",
+        "132 64 16 3 16 0 0",
+        "132 64 64 3 4 0 0",
+        "132 128 16 2 32 0 0",
+        "132 128 128 2 4 0 0",
+        "132 64 16 3 0 16 64",
+        "132 128 128 2 0 32 128",
     ]
 
 
@@ -209,6 +222,22 @@ def of_pages(page_size: int, dtype: torch.dtype = torch.bfloat16) -> Changed:
     return lambda call: call._replace(cache=PagedCache(cache, cache))
 
 
+def of_codes(
+    page_size: int = 16, dtype: torch.dtype = torch.float8_e4m3fn, first: int = 0
+) -> Changed:
+    """first: column where heads begin."""
+    scale = torch.empty(1, device="meta")
+    cache = torch.empty(2, 99, page_size, 3 * 128, device="meta", dtype=dtype)
+    k, v = cache[..., first : first + 256].unflatten(3, (2, 128))
+    return lambda call: call._replace(cache=PagedCache(k, v, scale, scale))
+
+
+def of_other_values(call: PagedCall) -> PagedCall:
+    """In pages of other strides than the keys'."""
+    cache = of_codes()(call).cache
+    return call._replace(cache=cache._replace(v=cache.v.contiguous()))
+
+
 OTHERS: dict[str, Changed] = {
     "full": of_rows(mask=MaskKind.FULL),
     "tree": of_rows(mask=MaskKind.TREE),
@@ -220,7 +249,12 @@ OTHERS: dict[str, Changed] = {
     "sinks": of_weighing(sinks=torch.empty(8, device="meta")),
     "pages of 8": of_pages(8),
     "pages of 48": of_pages(48),
-    "float8": of_pages(16, torch.float8_e4m3fn),
+    "float8 without scales": of_pages(16, torch.float8_e4m3fn),
+    "scales of 16 bits": of_codes(dtype=torch.bfloat16),
+    "codes of another kind": of_codes(dtype=torch.float8_e5m2),
+    "codes that no 16 bytes begin with": of_codes(first=8),
+    "codes in pages of 8": of_codes(8),
+    "codes with values elsewhere": of_other_values,
     "other numbers": of_pages(16, torch.float16),
     "other keys": lambda call: call._replace(cache=call.cache._replace(k=call.cache.k.half())),
     "other values": lambda call: call._replace(cache=call.cache._replace(v=call.cache.v.half())),
@@ -240,6 +274,8 @@ def test_plain_prompts_in_pages_take_it_and_others_do_not(name: str) -> None:
     with StandIn("cuda", 132, (9, 0)):
         for page_size in (16, 32, 64, 128):
             assert takes_groups(of_pages(page_size)(plain))
+            assert takes_groups(of_codes(page_size)(plain))
+        assert takes_groups(of_codes(first=16)(plain))
         assert not takes_groups(OTHERS[name](of_pages(16)(plain)))
     with StandIn("cuda", 132, (8, 0)):
         assert not takes_groups(of_pages(16)(plain))

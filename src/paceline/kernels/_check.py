@@ -26,11 +26,16 @@ def describe(tensor: Tensor | None) -> str:
 
 
 def is_copyable(x: Tensor) -> bool:
-    """Whether the copy engine reads tiles of x: numbers of 16 bits, the last dimension contiguous,
-    rows at multiples of COPY_ALIGNMENT."""
+    """Whether the copy engine reads tiles of x: numbers of 16 bits in aligned rows."""
+    return x.dtype in (torch.bfloat16, torch.float16) and has_aligned_rows(x)
+
+
+def has_aligned_rows(x: Tensor) -> bool:
+    """Whether the last dimension is contiguous, and rows begin at multiples of COPY_ALIGNMENT."""
     places = (*x.stride()[:-1], x.storage_offset())
-    is_aligned = all(place * x.element_size() % COPY_ALIGNMENT == 0 for place in places)
-    return x.dtype in (torch.bfloat16, torch.float16) and is_aligned and x.stride(-1) == 1
+    return x.stride(-1) == 1 and all(
+        place * x.element_size() % COPY_ALIGNMENT == 0 for place in places
+    )
 
 
 def require_triton(op: str, *, otherwise: str) -> None:

@@ -119,6 +119,15 @@ def test_quick_cases_reach_groups_of_warps_beside_decodes(
     assert "groups of 64 keys and decodes in splits" in found
 
 
+@pytest.mark.parametrize("sizes", [eager, graph])
+def test_a_cache_of_8_bits_is_read_by_each(
+    launches: Launches, sizes: Callable[[Case], list[PaddedSize]]
+) -> None:
+    codes = [case for case in PROMPTS if case.kv_dtype is not None]
+    found = {launches(case, size) for case in codes for size in sizes(case)}
+    assert {"groups of 64 keys and decodes in splits", "others in splits"} <= found
+
+
 def test_eager_steps_reach_them_with_other_lengths_too(launches: Launches) -> None:
     """The first batch, and the one that is a page longer."""
     reached = [case for case in PROMPTS if "groups" in launches(case, eager(case)[0])]

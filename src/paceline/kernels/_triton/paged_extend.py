@@ -203,10 +203,12 @@ def launch_paged_extend(
 def takes_groups(call: PagedCall) -> bool:
     """Whether `launch_paged_groups` takes a call; shapes, strides and dtypes only."""
     q, cache, rows, weighing, out, _ = call
+    kv_dtype = q.dtype if cache.k_scale is None else torch.float8_e4m3fn
     return (
         rows.mask is MaskKind.CAUSAL
         and weighing == Weighing(weighing.scale)
-        and cache.k.dtype == cache.v.dtype == q.dtype
+        and cache.k.dtype == cache.v.dtype == kv_dtype
+        and (cache.k_scale is None or cache.k.stride() == cache.v.stride())
         and cache.k.shape[1] in _GROUP_PAGES
         and fits_groups(q, cache.k, cache.v, out)
     )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._check import is_copyable
+from paceline.kernels._check import has_aligned_rows, is_copyable
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import dot, scores_log2, softmax_finish, softmax_step
 from paceline.kernels._triton.runtime import (
@@ -342,7 +342,8 @@ def fits_groups(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
     return (
         is_hopper(q.device)
         and out.dtype == q.dtype
-        and all(is_copyable(x) and x.shape[-1] == x.stride(-2) == _DIM for x in (q, k, v))
+        and is_copyable(q)
+        and all(has_aligned_rows(x) and x.shape[-1] == x.stride(-2) == _DIM for x in (q, k, v))
         and k.shape[0] > 0
     )
 

@@ -5,7 +5,7 @@ and while one has its softmax the other multiplies.  A group, too, asks for the 
 before it multiplies the weights of the one before, so that its softmax stands beside that product
 (FlashAttention 3, arXiv:2407.08608, section 3).  The two have the same queries of two heads that
 share a KV head, or neighbours of one head.  Keys lie side by side, or in pages: a tile is then
-asked for in pieces.
+asked for in pieces; of pages in e4m3 the first group makes numbers itself (code_tiles.py).
 
 A program for each processor takes items in turns: of a request each unit, a head or a pair, and of
 that each tile of queries; of its keys the last tile first, the one that masks divide.  Rows behind
@@ -21,6 +21,7 @@ and a unit begins with the pair that the one before ended with.  Worked example,
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from paceline.kernels._triton.code_tiles import convert_tiles
 from paceline.kernels._triton.gluon_tiles import load_tile, tiles_of
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv
@@ -43,8 +45,10 @@ _WARPS = gl.constexpr(4)  # of each group
 _BLOCK_REQS = gl.constexpr(512)  # requests that are looked at together
 _COST_KEYS = gl.constexpr(64)  # whose products are a unit of cost
 _COST_OF_ITEM = gl.constexpr(4)  # beside its keys
-# Registers of a thread: of those that multiply, and of those that load.
+# Registers of a thread: of those that multiply, and of those that load; and where the latter are as
+# many warps and make numbers of codes.
 _REGISTERS, _FEW_REGISTERS = gl.constexpr(232), gl.constexpr(40)
+_CODES_REGISTERS, _MORE_REGISTERS = gl.constexpr(192), gl.constexpr(120)
 _QUERY_STAGES = 2  # tiles of queries that are held
 _PIECE_BYTES = 128  # of a row that lie together in shared memory, by which it is swizzled
 # By the names that a version of Triton has for them.
@@ -251,7 +255,7 @@ def _load_keys(
 @gluon.jit
 def _load(
     count, first_item, q_tiles, k_tiles, v_tiles, q_smem, k_smem, v_smem, barriers, texts,
-    page_table_ptr, stride_pages, units, group,
+    page_table_ptr, stride_pages, k_scale_ptr, strides, units, group,
     CAUSAL: gl.constexpr, PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr,
     BLOCK_KEYS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -286,21 +290,29 @@ def _load(
                 pages = gl.load(k_lens_ptr + request)
             else:
                 pages = page_table_ptr + request * stride_pages
-            for tile in range(tiles):
-                low = (tiles - 1 - tile) * BLOCK_KEYS
-                stage = num_tiles % K_STAGES
-                phase = num_tiles // K_STAGES & 1 ^ 1
-                mbarrier.wait(k_free.index(stage), phase)
-                _load_keys(
-                    k_tiles, stage, k_ready.index(stage), k_smem, pages, low, num_k, col,
-                    PAGE_SIZE, BLOCK_KEYS, DIM,
+            if k_scale_ptr is not None:
+                convert_tiles(
+                    tiles, num_tiles, k_tiles + col // 4, v_tiles + col // 4, k_smem, v_smem,
+                    barriers, pages, num_k, strides, q_smem.dtype, PAGE_SIZE, DIM, BLOCK_KEYS,
+                    K_STAGES,
                 )  # fmt: skip
-                mbarrier.wait(v_free.index(stage), phase)
-                _load_keys(
-                    v_tiles, stage, v_ready.index(stage), v_smem, pages, low, num_k, col,
-                    PAGE_SIZE, BLOCK_KEYS, DIM,
-                )  # fmt: skip
-                num_tiles += 1
+                num_tiles += tiles
+            else:
+                for tile in range(tiles):
+                    low = (tiles - 1 - tile) * BLOCK_KEYS
+                    stage = num_tiles % K_STAGES
+                    phase = num_tiles // K_STAGES & 1 ^ 1
+                    mbarrier.wait(k_free.index(stage), phase)
+                    _load_keys(
+                        k_tiles, stage, k_ready.index(stage), k_smem, pages, low, num_k, col,
+                        PAGE_SIZE, BLOCK_KEYS, DIM,
+                    )  # fmt: skip
+                    mbarrier.wait(v_free.index(stage), phase)
+                    _load_keys(
+                        v_tiles, stage, v_ready.index(stage), v_smem, pages, low, num_k, col,
+                        PAGE_SIZE, BLOCK_KEYS, DIM,
+                    )  # fmt: skip
+                    num_tiles += 1
         if item + 1 < count:
             request, unit, place = _next(request, unit, place, texts, units, BLOCK_ROWS)
 
@@ -350,7 +362,7 @@ def _clear_behind(values, num_live, LAYOUT: gl.constexpr):
 @gluon.jit
 def _attend(
     PART: gl.constexpr,
-    count, first_item, q_smem, k_smem, v_smem, barriers, texts, out_ptr, lse_ptr,
+    count, first_item, q_smem, k_smem, v_smem, barriers, texts, scales, out_ptr, lse_ptr,
     stride_out_token, stride_out_head, stride_lse_token, units, scale,
     CAUSAL: gl.constexpr, PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr,
     BLOCK_KEYS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr,
@@ -358,7 +370,9 @@ def _attend(
     """What each other group does: attention of _ROWS queries of each item."""
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     cu_q_ptr, k_lens_ptr, tokens, reqs, above = texts
-    DTYPE: gl.constexpr = q_smem.dtype
+    k_scale_ptr, v_scale_ptr = scales
+    if k_scale_ptr is not None:
+        scale *= gl.load(k_scale_ptr)
     BLOCK_ROWS: gl.constexpr = _ROWS * _GROUPS // HEADS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, DIM, 16])
@@ -400,9 +414,9 @@ def _attend(
             low = (tiles - 1) * BLOCK_KEYS
             scores = _hide(scores, low, position, num_k, CAUSAL)
             wide, running_max, running_sum, decay = _weigh(scores, running_max, running_sum, scale)
-            weights = gl.convert_layout(wide.to(DTYPE), WEIGHTS)
+            weights = gl.convert_layout(wide.to(v_smem.dtype), WEIGHTS)
             mbarrier.wait(v_ready.index(stage), phase)
-            if low + BLOCK_KEYS > num_k:
+            if k_scale_ptr is None and low + BLOCK_KEYS > num_k:
                 _clear_behind(v_smem.index(stage), num_k - low, ROWS)
             for tile in range(1, tiles):
                 v_stage = stage
@@ -426,7 +440,7 @@ def _attend(
                 acc = warpgroup_mma_wait(0, deps=(summed,))
                 mbarrier.arrive(v_free.index(v_stage), count=1)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-                weights = gl.convert_layout(wide.to(DTYPE), WEIGHTS)
+                weights = gl.convert_layout(wide.to(v_smem.dtype), WEIGHTS)
             mbarrier.arrive(q_free.index(q_stage), count=1)
             mbarrier.wait(v_ready.index(stage), phase)
             summed = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
@@ -436,8 +450,11 @@ def _attend(
             num_tiles += tiles
         empty = running_sum == 0.0
         divisor = gl.where(empty, 1.0, running_sum)
-        inverse = gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, SUMS))
-        out = gl.convert_layout((acc * inverse[:, None]).to(DTYPE), ROWS)
+        inverse = 1.0 / divisor
+        if v_scale_ptr is not None:
+            inverse *= gl.load(v_scale_ptr)
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))
+        out = gl.convert_layout((acc * inverse[:, None]).to(q_smem.dtype), ROWS)
         rows = mine + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, ROWS))
         places = (begin_q + rows).to(gl.int64) * stride_out_token + head * stride_out_head
         cols = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROWS))
@@ -454,14 +471,19 @@ def _attend(
 @gluon.jit(do_not_specialize=["tokens", "reqs", "above"])
 def _ragged_groups_kernel(
     q_tiles,  # of [tokens, heads * DIM]
-    k_tiles,  # of [keys, kv_heads * DIM], or [pages, PAGE_SIZE, kv_heads * DIM]
+    k_tiles,  # of [keys, kv_heads * DIM], or [pages, PAGE_SIZE, kv_heads * DIM]; of codes a pointer
+    # to [pages, PAGE_SIZE, kv_heads, DIM // 4] int32
     v_tiles,  # likewise
     cu_q_ptr,  # [reqs + 1] int32
     k_lens_ptr,  # [reqs + 1] int32 prefix sums, or of pages [reqs] lengths
     page_table_ptr,  # [reqs, max_pages] int32, or None
+    k_scale_ptr,  # [1] float32 of codes, or None
+    v_scale_ptr,  # likewise
     out_ptr,  # [tokens, heads, DIM]
     lse_ptr,  # [tokens, heads] float32
     stride_pages,
+    stride_page,  # of codes, likewise by fours
+    stride_slot,
     stride_out_token,
     stride_out_head,
     stride_lse_token,
@@ -487,8 +509,10 @@ def _ragged_groups_kernel(
     q_smem = gl.allocate_shared_memory(
         q_tiles.dtype, [Q_STAGES * _GROUPS, _ROWS, DIM], q_tiles.layout
     )
-    k_smem = gl.allocate_shared_memory(k_tiles.dtype, [K_STAGES, BLOCK_KEYS, DIM], q_tiles.layout)
-    v_smem = gl.allocate_shared_memory(v_tiles.dtype, [K_STAGES, BLOCK_KEYS, DIM], q_tiles.layout)
+    # Values in 8 bits, and so their weights, are multiplied in float16.
+    V_DTYPE: gl.constexpr = q_tiles.dtype if v_scale_ptr is None else gl.float16
+    k_smem = gl.allocate_shared_memory(q_tiles.dtype, [K_STAGES, BLOCK_KEYS, DIM], q_tiles.layout)
+    v_smem = gl.allocate_shared_memory(V_DTYPE, [K_STAGES, BLOCK_KEYS, DIM], q_tiles.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
@@ -507,6 +531,7 @@ def _ragged_groups_kernel(
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
     BLOCK_ROWS: gl.constexpr = _ROWS * _GROUPS // HEADS
     texts = (cu_q_ptr, k_lens_ptr, tokens, reqs, above)
+    scales, strides = (k_scale_ptr, v_scale_ptr), (stride_page, stride_slot)
     program = gl.program_id(0)
     stop, start, request, unit, place = 0, 0, 0, 0, 0
     for turn in range(2):  # once in the code: fetching it takes longer than what it does
@@ -515,7 +540,12 @@ def _ragged_groups_kernel(
             program + 1 - turn, texts, units, CAUSAL, PAGE_SIZE, BLOCK_ROWS
         )
     count, first_item = stop - start, (request, unit, place)
-    if PAGE_SIZE is None:
+    if k_scale_ptr is not None:
+        # The same memory, as numbers come into it by twos.
+        TWOS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+        k_pieces = _as_pieces(k_smem, gl.int32, [K_STAGES, BLOCK_KEYS, DIM // 2], TWOS)
+        v_pieces = _as_pieces(v_smem, gl.int32, [K_STAGES, BLOCK_KEYS, DIM // 2], TWOS)
+    elif PAGE_SIZE is None:
         k_pieces, v_pieces = k_smem, v_smem
     else:
         # The same memory, as pages come into it.
@@ -524,26 +554,28 @@ def _ragged_groups_kernel(
         PIECES: gl.constexpr = K_STAGES * BLOCK_KEYS * DIM // (ROWS * COLS)
         k_pieces = _as_pieces(k_smem, k_tiles.dtype, [PIECES, 1, ROWS, COLS], k_tiles.layout)
         v_pieces = _as_pieces(v_smem, k_tiles.dtype, [PIECES, 1, ROWS, COLS], k_tiles.layout)
+    REGISTERS: gl.constexpr = _REGISTERS if k_scale_ptr is None else _CODES_REGISTERS
+    FEW_REGISTERS: gl.constexpr = _FEW_REGISTERS if k_scale_ptr is None else _MORE_REGISTERS
     gl.warp_specialize(
         [
             (_attend, (
-                0, count, first_item, q_smem, k_smem, v_smem, barriers, texts, out_ptr, lse_ptr,
-                stride_out_token, stride_out_head, stride_lse_token, units, scale, CAUSAL,
+                0, count, first_item, q_smem, k_smem, v_smem, barriers, texts, scales, out_ptr,
+                lse_ptr, stride_out_token, stride_out_head, stride_lse_token, units, scale, CAUSAL,
                 PAGE_SIZE, HEADS, DIM, BLOCK_KEYS, Q_STAGES, K_STAGES,
             )),
             (_attend, (
-                1, count, first_item, q_smem, k_smem, v_smem, barriers, texts, out_ptr, lse_ptr,
-                stride_out_token, stride_out_head, stride_lse_token, units, scale, CAUSAL,
+                1, count, first_item, q_smem, k_smem, v_smem, barriers, texts, scales, out_ptr,
+                lse_ptr, stride_out_token, stride_out_head, stride_lse_token, units, scale, CAUSAL,
                 PAGE_SIZE, HEADS, DIM, BLOCK_KEYS, Q_STAGES, K_STAGES,
             )),
             (_load, (
                 count, first_item, q_tiles, k_tiles, v_tiles, q_smem, k_pieces, v_pieces, barriers,
-                texts, page_table_ptr, stride_pages, units, group, CAUSAL, PAGE_SIZE, HEADS, DIM,
-                BLOCK_KEYS, Q_STAGES, K_STAGES,
+                texts, page_table_ptr, stride_pages, k_scale_ptr, strides, units, group,
+                CAUSAL, PAGE_SIZE, HEADS, DIM, BLOCK_KEYS, Q_STAGES, K_STAGES,
             )),
         ],
-        [_WARPS, 1],
-        [_REGISTERS, _FEW_REGISTERS],
+        [_WARPS, 1 if k_scale_ptr is None else _WARPS],
+        [REGISTERS, FEW_REGISTERS],
     )  # fmt: skip
 
 
@@ -562,7 +594,10 @@ def launch_ragged_groups(
     """A program for each processor; arguments as `fits_groups` takes them."""
     tiles = _usual_tiles(q.shape[0] // max(cu_q.shape[0] - 1, 1))
     described = (_heads_of(each, tiles.block_keys) for each in (k, v))
-    _launch(q, *described, cu_q, cu_k, None, scale, out, lse, causal=causal, tiles=tiles)
+    _launch(
+        q, *described, cu_q, cu_k, None, scale, out, lse,
+        causal=causal, group=q.shape[1] // k.shape[1], tiles=tiles,
+    )  # fmt: skip
 
 
 def launch_paged_groups(call: PagedCall, *, above: int, leads: bool) -> None:
@@ -571,10 +606,15 @@ def launch_paged_groups(call: PagedCall, *, above: int, leads: bool) -> None:
     q, cache, reqs, weighing, out, lse = call
     assert lse is not None, "the operator has one"
     tiles = _usual_tiles(reqs.max_extend_len)
-    described = (_pieces_of(each, tiles.block_keys) for each in (cache.k, cache.v))
+    _, page_size, kv_heads, _ = cache.k.shape
+    if cache.k_scale is None:
+        described = [_pieces_of(each, tiles.block_keys) for each in (cache.k, cache.v)]
+    else:
+        described = [each.view(torch.int32) for each in (cache.k, cache.v)]
     _launch(
         q, *described, reqs.cu_seqlens_q, reqs.kv_lens, reqs.page_table, weighing.scale, out, lse,
-        causal=True, page_size=cache.k.shape[1], above=above, leads=leads, tiles=tiles,
+        causal=True, group=q.shape[1] // kv_heads, page_size=page_size,
+        scales=(cache.k_scale, cache.v_scale), above=above, leads=leads, tiles=tiles,
     )  # fmt: skip
 
 
@@ -584,7 +624,7 @@ def _usual_tiles(longest: int) -> GroupTiles:
 
 def _launch(
     q: Tensor,
-    k_tiles: Any,
+    k_tiles: Any,  # of codes the tensor by fours
     v_tiles: Any,
     cu_q: Tensor,
     k_lens: Tensor,
@@ -594,13 +634,14 @@ def _launch(
     lse: Tensor,
     *,
     causal: bool,
+    group: int,
     tiles: GroupTiles,
     page_size: int | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
     above: int = 0,
     leads: bool = False,
 ) -> None:
     (tokens, heads, dim), reqs = q.shape, cu_q.shape[0] - 1
-    group = heads * dim // k_tiles.base.shape[-1]
     heads_of_item = 1 if group % _GROUPS.value else _GROUPS.value
     units = heads // heads_of_item
     query_tiles = cdiv(tokens, _ROWS.value * _GROUPS.value // heads_of_item) + reqs
@@ -613,9 +654,11 @@ def _launch(
         cu_q,
         k_lens,
         page_table,
+        *scales,
         out,
         lse,
         0 if page_table is None else page_table.stride(0),
+        *((0, 0) if scales[0] is None else k_tiles.stride()[:2]),
         out.stride(0),
         out.stride(1),
         lse.stride(0),

@@ -121,7 +121,7 @@ def mixed_cases() -> tuple[Case, ...]:
         ragged_case(shared, "shared-prefix", ((32, 1), (35, 9), (41, 1))),
         with_frozen(ragged_case(base, "frozen-rows", rows), (), (1,), (0, 2)),
         _many(17, 70),
-        _many_queries_and_decodes(),
+        _many_queries_and_decodes(replace(base, dtype="float16", page_size=128), "many-queries"),
         *full(
             _many(130, 150, num_kv_heads=5),  # so many that none has splits
             ragged_case(base, "chunks-first", ((16, 16), (0, 9), (31, 1), (40, 1))),
@@ -129,7 +129,7 @@ def mixed_cases() -> tuple[Case, ...]:
             ragged_case(base, "long-decodes", ((900, 1), (0, 140), (500, 2), (33, 3))),
             ragged_case(spread, "interleaved-mqa", rows),
             ragged_case(replace(base, layers=(Layer(),) * 2, soft_cap=20.0), "soft-cap", rows),
-            ragged_case(replace(base, kv_dtype="float8_e4m3fn"), "fp8-cache", rows),
+            _many_queries_and_decodes(replace(base, kv_dtype="float8_e4m3fn"), "fp8-cache"),
             ragged_case(replace(base, sinks=True), "sinks", rows),
         ),
     )
@@ -144,12 +144,11 @@ def _many(requests: int, longest: int, *, num_kv_heads: int = 1) -> Case:
     return ragged_case(base, f"many{requests}", rows)
 
 
-def _many_queries_and_decodes() -> Case:
+def _many_queries_and_decodes(base: Case, name: str) -> Case:
     """Among prompts as of `_many_queries`, decodes and requests of 2 and 5 tokens, whose 3 heads
-    are a small tile; pages of more keys than a large one."""
+    are a small tile."""
     rows: Rows = (
         *((5, 1), (127, 1), (128, 1), (31, 1), (0, 129), (37, 40), (1, 1), (126, 5)),
         *((64, 1), (9, 6), (100, 31), (63, 1), (0, 37), (77, 1), (16, 2), (90, 1)),
     )
-    base = replace(base_case(ForwardMode.MIXED), dtype="float16", page_size=128)
-    return ragged_case(_of_128(base, 24, 8), "many-queries", rows)
+    return ragged_case(_of_128(base, 24, 8), name, rows)
