@@ -73,7 +73,7 @@ def slots_by_length(
     """(the first slot, how many) of the splits of requests with so many tiles of keys: in as few
     turns as hold those of more than one, and one more where a split of these had more than two
     equal shares.  Splits that are fuller, by fifths, have slots before others.  One each, in order,
-    where nobody has two shares of a turn, or halves of all but the shorter are too many.
+    where nobody is worth two, or has two shares of a turn, or halves are too many.
     """
 
     def splits_of(most: int) -> list[int]:
@@ -84,7 +84,7 @@ def slots_by_length(
     turns = math.ceil(max(live, 1) / turn) * turn
     most = max(2 * total // turns, min_tiles)
     room = turns - (total - short - live * (longest - 2))
-    if longest < most and (live <= turn or room < 0):
+    if longest < 2 * min_tiles or (longest < most and (live <= turn or room < 0)):
         return list(range(len(tiles))), [1] * len(tiles)
     if sum(splits_of(most)) > turns + short:
         turns = min(turns + min(live, turn), slots - short)

@@ -15,9 +15,9 @@ the same, there is one turn more, of at most one split for each.  The fuller one
 whoever has done with a short one takes of the rest.  Worked example, turns of 4 slots, 7 launched,
 BLOCK_KEYS 64, MIN_TILES 1, kv_lens 100, 900, 200 in 2, 15 and 4 tiles: 2 * 21 // 4 tiles give 1, 2
 and 1 splits, and so do 8, but 7 five.  The first two slots are of the second request, then comes
-the third, which has half of 8, then the first; programs of further slots leave at once.  Where one
-turn holds the requests and none has two shares of it, or more turns hold no halves, as with equal
-lengths, slot n is request n, uncounted.
+the third, which has half of 8, then the first; programs of further slots leave at once.  Where
+nobody is worth two splits, or one turn holds the requests and none has two shares of it, or more
+turns hold no halves, as with equal lengths, slot n is request n, uncounted.
 
 Of a prefix that many requests share (kernels/paged_attention/shared_prefix.py) the keys were
 attended to before: here they count for no length, and who finishes a request adds what they gave.
@@ -164,7 +164,7 @@ def _at_slot(
     # So many are the longest, or a tile shorter, that they have no room for halves.
     is_even = total - (num_reqs - live) + live * (2 - largest) > turns
     shared_len = 0
-    if (largest < most) & (fits | is_even):
+    if (largest < 2 * MIN_TILES) | ((largest < most) & (fits | is_even)):
         # One split each: the slot is the request, and there is nothing to count.
         is_live = slot < num_reqs
         kv_len = tl.load(kv_lens_ptr + slot, mask=is_live, other=0)
