@@ -84,7 +84,7 @@ def slots_by_length(
     turns = math.ceil(max(live, 1) / turn) * turn
     most = max(2 * total // turns, min_tiles)
     room = turns - (total - short - live * (longest - 2))
-    if longest < 2 * min_tiles or longest < most and (live <= turn or room < 0):
+    if longest < 2 * min_tiles or (longest < most and (live <= turn or room < 0)):
         return list(range(len(tiles))), [1] * len(tiles)
     if sum(splits_of(most)) > turns + short:
         turns = min(turns + min(live, turn), slots - short)
