@@ -20,7 +20,8 @@ from paceline.kernels.moe_experts import ExpertWeights, SwiGLU
 from paceline.kernels.moe_route import Routing
 
 _ROW_ELEMENTS = 4096  # of one program's gate rows, at least, and of its up rows
-_DOWN_ELEMENTS, _DOWN_WARPS = 2048, 2  # of one program's down rows of an expert, at least
+# Of one program's down rows of an expert, at least; rows only where they fit _ROW_ELEMENTS.
+_DOWN_ELEMENTS, _DOWN_ROWS, _DOWN_WARPS = 2048, 2, 2
 _MOST_ELEMENTS = 32768  # of one program at a time
 _WARP_ELEMENTS = 2048  # of one of its warps
 _STEPS = 2  # of a program of gate and up: it waits for its expert's id once
@@ -160,7 +161,8 @@ def launch_one_token(
         **overlap_options(x.device, _one_gate_up_kernel),
     )
     block_inter = next_power_of_2(inter)
-    block_rows = math.gcd(max(1, _DOWN_ELEMENTS // block_inter), hidden)
+    few_rows = max(1, min(_DOWN_ROWS, _ROW_ELEMENTS // block_inter))
+    block_rows = math.gcd(max(few_rows, _DOWN_ELEMENTS // block_inter), hidden)
     launch(
         _one_down_kernel,
         (hidden // block_rows,),
