@@ -24,6 +24,9 @@ _ROW_ELEMENTS = 4096  # of one program's gate rows, at least, and of its up rows
 _DOWN_ELEMENTS, _DOWN_ROWS, _DOWN_WARPS = 2048, 2, 2
 _MOST_ELEMENTS = 32768  # of one program at a time
 _WARP_ELEMENTS = 2048  # of one of its warps
+# Rows of a matrix in one program at most, and columns of each of its warps at least: warps that lie
+# along rows would hand each other the sums.
+_MOST_ROWS, _WARP_COLS = 4, 256
 _STEPS = 2  # of a program of gate and up: it waits for its expert's id once
 
 
@@ -139,7 +142,8 @@ def launch_one_token(
     slots, (_, hidden, inter) = routing.expert_ids.shape[1], weights.down.shape
     gated = torch.empty(slots, inter, dtype=x.dtype, device=x.device)
     block_hidden = next_power_of_2(hidden)
-    block_rows = math.gcd(max(1, _ROW_ELEMENTS // block_hidden), inter)
+    block_rows = math.gcd(min(max(1, _ROW_ELEMENTS // block_hidden), _MOST_ROWS), inter)
+    warps = 2 * block_rows * block_hidden // _WARP_ELEMENTS
     steps = math.gcd(_STEPS, inter // block_rows)
     launch(
         _one_gate_up_kernel,
@@ -157,12 +161,13 @@ def launch_one_token(
         BLOCK_ROWS=block_rows,
         BLOCK_HIDDEN=block_hidden,
         STEPS=steps,
-        num_warps=max(1, 2 * block_rows * block_hidden // _WARP_ELEMENTS),
+        num_warps=max(1, min(warps, block_hidden // _WARP_COLS)),
         **overlap_options(x.device, _one_gate_up_kernel),
     )
     block_inter = next_power_of_2(inter)
     few_rows = max(1, min(_DOWN_ROWS, _ROW_ELEMENTS // block_inter))
-    block_rows = math.gcd(max(few_rows, _DOWN_ELEMENTS // block_inter), hidden)
+    block_rows = math.gcd(min(max(few_rows, _DOWN_ELEMENTS // block_inter), _MOST_ROWS), hidden)
+    warps = max(_DOWN_WARPS, block_rows * block_inter // _WARP_ELEMENTS)
     launch(
         _one_down_kernel,
         (hidden // block_rows,),
@@ -178,6 +183,6 @@ def launch_one_token(
         INTER=inter,
         BLOCK_ROWS=block_rows,
         BLOCK_INTER=block_inter,
-        num_warps=max(_DOWN_WARPS, block_rows * block_inter // _WARP_ELEMENTS),
+        num_warps=max(1, min(warps, block_inter // _WARP_COLS)),
         **overlap_options(x.device, _one_down_kernel),
     )
