@@ -53,6 +53,8 @@ for dtype, kv_heads in ((torch.bfloat16, 2), (torch.float16, 4)):
 """
 
 PAGED = """
+import re
+
 import torch
 
 from paceline.kernels._triton import ragged_groups
@@ -62,7 +64,9 @@ def show(kernel, grid, *args, **options):
     found = kernel.warmup(*args, grid=grid, **options).asm["ptx"]
     keys, size, tiles = (options[name] for name in ("BLOCK_KEYS", "PAGE_SIZE", "K_STAGES"))
     asked = ("cp.async.bulk.tensor.3d", "ld.global.v4", "f16x2.e4m3x2")
-    print(grid[0], keys, size, tiles, *(found.count(each) for each in asked))
+    ordered = re.findall(r"(fence)\\.proxy|(sync)\\b\\s|mbarrier\\.(arrive)", found)
+    met = " ".join(map("".join, ordered)).count("fence sync arrive")
+    print(grid[0], keys, size, tiles, *(found.count(each) for each in asked), met)
 
 ragged_groups.multiprocessors = lambda device: 132
 ragged_groups.launch = show
@@ -90,15 +94,16 @@ for page, longest, dtype, kv_dtype in (
 def test_a_compiler_takes_tiles_of_pages(tmp_path: Path) -> None:
     """A piece of a page is 64 columns of 16 rows, or of as many as a page has: of 64 keys with 128
     columns 8 pieces or 2, of keys and as many of values, of 128 keys 16 or 2.  Codes come by 16 to
-    a thread: of 64 keys and values 8 times, in two places."""
+    a thread: of 64 keys and values 8 times, in two places.  All warps that lay down numbers meet
+    before one says that they are there, of keys and of values, as those do that clear values."""
     found = run_compiling(PAGED, tmp_path)
     assert found.splitlines() == [
-        "132 64 16 3 16 0 0",
-        "132 64 64 3 4 0 0",
-        "132 128 16 2 32 0 0",
-        "132 128 128 2 4 0 0",
-        "132 64 16 3 0 16 64",
-        "132 128 128 2 0 32 128",
+        "132 64 16 3 16 0 0 2",
+        "132 64 64 3 4 0 0 2",
+        "132 128 16 2 32 0 0 2",
+        "132 128 128 2 4 0 0 2",
+        "132 64 16 3 0 16 64 2",
+        "132 128 128 2 0 32 128 2",
     ]
 
 
@@ -250,7 +255,7 @@ OTHERS: dict[str, Changed] = {
     "pages of 8": of_pages(8),
     "pages of 48": of_pages(48),
     "float8 without scales": of_pages(16, torch.float8_e4m3fn),
-    "scales of 16 bits": of_codes(dtype=torch.bfloat16),
+    "16 bits with scales": of_codes(dtype=torch.bfloat16),
     "codes of another kind": of_codes(dtype=torch.float8_e5m2),
     "codes that no 16 bytes begin with": of_codes(first=8),
     "codes in pages of 8": of_codes(8),

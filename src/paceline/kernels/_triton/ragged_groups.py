@@ -5,7 +5,7 @@ and while one has its softmax the other multiplies.  A group, too, asks for the 
 before it multiplies the weights of the one before, so that its softmax stands beside that product
 (FlashAttention 3, arXiv:2407.08608, section 3).  The two have the same queries of two heads that
 share a KV head, or neighbours of one head.  Keys lie side by side, or in pages: a tile is then
-asked for in pieces; of pages in e4m3 the first group makes numbers itself (code_tiles.py).
+asked for in pieces; of pages in e4m3 that group makes numbers itself (code_tiles.py).
 
 A program for each processor takes items in turns: of a request each unit, a head or a pair, and of
 that each tile of queries; of its keys the last tile first, the one that masks divide.  Rows behind
