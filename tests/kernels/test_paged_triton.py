@@ -353,12 +353,12 @@ def test_splits_by_length_give_the_same(lens: tuple[int, ...], turn: int, min_ti
         ((2,), 2, 1),
         ((3, 0, 0), 3, 2),
         ((1, 1, 7, 1, 7, 8), 2, 3),
-        ((3, 2, 8, 3, 6, 4, 5), 3, 4),
-        ((2, 2, 13, 15, 2, 1), 2, 2),
-        ((7, 2, 2, 2, 0), 2, 1),
+        ((12, 1, 6, 4, 1, 3, 2, 5), 3, 3),
+        ((2, 2, 2, 0, 18, 16), 3, 1),
+        ((2, 2, 2, 2, 5, 6, 2, 2), 1, 3),
         ((2, 8, 2, 2, 2, 2), 6, 4),
     ],
-    ids=["alone", "half", "short", "just even", "fifths", "one turn more", "empty", "worth it"],
+    ids=["alone", "half", "short", "just even", "fifths", "one turn more", "in ones", "worth it"],
 )
 def test_splits_at_the_ends_of_their_rule_give_the_same(
     tiles: tuple[int, ...], turn: int, min_tiles: int
