@@ -83,10 +83,9 @@ def test_tiles_of_many_tokens_fill_processors(
         (5120, 17_408, False, (1, 8)),
     ],
 )
-def test_a_thread_has_all_rows_of_its_program_of_one_token(
+def test_rows_and_warps_of_a_program_of_one_token(
     rows: int, inner: int, gated: bool, tile: tuple[int, int]
 ) -> None:
-    """So many rows, and warps."""
     from paceline.kernels._triton.skinny_linear import _one_tile
 
     weight = torch.empty(rows, inner, dtype=torch.bfloat16, device="meta")
@@ -100,13 +99,24 @@ def test_a_thread_has_all_rows_of_its_program_of_one_token(
     [(12, 1024), (10, 2048), (6, 2048), (4, 4096), (6, 896), (12, 640), (6, 2560), (2, 14_336)],
 )
 def test_a_product_of_one_token_is_the_same_whatever_its_tile(
-    rows: int, inner: int, activation: str | None
+    rows: int, inner: int, activation: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where all of the weight is on its way at once, and where it is not, with rows that lie apart
+    and, if they are not gated, as many as nothing divides."""
+    from paceline.kernels._triton import skinny_linear as kernel
+
     x, weight, bias = operands(1, rows, inner, dtype=torch.float16)
-    for given in (bias, None):
-        exact = skinny_linear_reference(x, weight, given, activation)
-        found = skinny_linear(x, weight, given, activation=activation)
-        torch.testing.assert_close(found, exact, rtol=4e-3, atol=0.02)
+    wide = torch.full((rows, inner + 8), float("nan"), dtype=torch.float16)
+    wide[:, :inner] = weight
+    weight = wide[:, :inner]
+    if activation is None:
+        weight, bias = weight[1:], bias[1:]
+    for at_once in (0, 1 << 20):
+        monkeypatch.setattr(kernel, "_AT_ONCE_BYTES", at_once)
+        for given in (bias, None):
+            exact = skinny_linear_reference(x, weight, given, activation)
+            found = skinny_linear(x, weight, given, activation=activation)
+            torch.testing.assert_close(found, exact, rtol=4e-3, atol=0.02)
 
 
 def test_a_weight_of_few_long_rows_is_held_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,8 @@ def taken(
     x,  # [size]
     index: tl.constexpr,
 ):
-    """x[index].  Where each thread has all of x, as behind a sum over columns, nothing moves."""
+    """x[index].  Where each thread has all of x, as behind a sum over columns along which all warps
+    lie, nothing moves."""
     return tl.sum(tl.where(tl.arange(0, x.shape[0]) == index, x, 0.0), axis=0)
 
 
