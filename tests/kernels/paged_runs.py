@@ -67,6 +67,11 @@ def assert_matches(
     assert worst_error(case, wrong, prefix_only=prefix_only) > 1.0
 
 
+def most_slots(num_reqs: int, turn: int) -> int:
+    """As few turns as hold the requests, and one more of at most one split for each."""
+    return math.ceil(num_reqs / turn) * turn + min(num_reqs, turn)
+
+
 def slots_by_length(
     tiles: Sequence[int], turn: int, slots: int, min_tiles: int
 ) -> tuple[list[int], list[int]]:

@@ -19,6 +19,7 @@ from paged_runs import (
     RAGGED,
     assert_matches,
     assert_merged,
+    most_slots,
     outputs_of,
     run_decode,
     run_extend,
@@ -284,7 +285,7 @@ def run_splits(
         firsts = [splits * req for req in range(num_reqs)]
         rows = splits * num_reqs
     else:
-        rows = splits = math.ceil(num_reqs / turn) * turn + min(num_reqs, turn)
+        rows = splits = most_slots(num_reqs, turn)
         firsts, live = slots_by_length(tiles, turn, splits, min_tiles)
     call = case.call()
     partial_lse = torch.full((rows, heads), float("nan"))

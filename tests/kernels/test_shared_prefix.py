@@ -1,13 +1,19 @@
 """What requests of a decode share, and attention that reads it once, against the definitions."""
 
-import math
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 from paged_cases import BatchSpec, PagedCase, Shape, make_case
-from paged_runs import CPU, assert_matches, assert_merged, outputs_of, slots_by_length
+from paged_runs import (
+    CPU,
+    assert_matches,
+    assert_merged,
+    most_slots,
+    outputs_of,
+    slots_by_length,
+)
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
@@ -136,7 +142,7 @@ def run_shared(
     tables = case.page_table if tables is None else tables
     shared = found(tables, case.kv_lens, rule, page_size=shape.page_size)
     assert shared.shared_lens.tolist() == [96] * 5 + [64] * 3 + [0, 0]
-    slots = math.ceil(reqs / turn) * turn + min(reqs, turn)
+    slots = most_slots(reqs, turn)
     rows = slots + reqs * chunks
     workspace = SplitWorkspace(
         partial_out=torch.full((rows, heads, shape.v_head_dim), float("nan")),

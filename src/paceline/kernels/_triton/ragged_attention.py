@@ -338,7 +338,8 @@ def launch_ragged_attention(
 
 def fits_groups(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
     """Whether `ragged_groups` takes these, keys side by side or in pages; it has no window, no cap
-    of scores, no blocks and no shared columns.  By shapes, strides and dtypes only."""
+    of scores, no blocks and no shared columns.  By shapes, strides and dtypes only; that k and v
+    are of q's, or codes in pages, is for the caller to see to."""
     return (
         is_hopper(q.device)
         and out.dtype == q.dtype

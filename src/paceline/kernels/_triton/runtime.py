@@ -75,9 +75,9 @@ def keys_per_stage(head_dim: int, v_head_dim: int, element_bytes: int) -> int:
     return max(16, min(128, tile_bytes // next_power_of_2(row_bytes)))
 
 
-def floor_power_of_2(number: int) -> int:
-    """The largest power of two that is at most `number`; of less than 1 it is 1."""
-    return 1 << max(number, 1).bit_length() - 1
+def floor_power_of_2(n: int) -> int:
+    """The largest that is not above n; of less than 1 it is 1."""
+    return 1 << max(n, 1).bit_length() - 1
 
 
 def next_power_of_2(n: int) -> int:
